@@ -471,31 +471,37 @@ CUresult cuMemAllocManaged(CUdeviceptr* dptr, size_t bytesize, unsigned int flag
 
 namespace {
 
-// It is there at once, whatever the stream has still to do. A graph has no nodes of such memory.
-CUresult allocate_from(CUmemoryPool pool, const pools::ManagedPool& managed, CUdeviceptr* address,
-                       size_t bytes, CUstream stream, IsCapturing is_capturing) {
+using AllocateFrom = CUresult (*)(CUdeviceptr*, size_t, CUmemoryPool, CUstream);
+
+// What a managed pool gives is there at once, whatever the stream has still to do. In a capture it
+// answers as the driver's (docs/design/hardware-notes.md): a node is the stand-in's.
+CUresult allocate_from(CUdeviceptr* address, size_t bytes, CUmemoryPool pool, CUstream stream,
+                       AllocateFrom real, IsCapturing is_capturing) {
+    CUmemLocation preferred = {};
     CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
-    CUresult result = is_capturing(stream, &capturing);
-    if (result == CUDA_SUCCESS && capturing != CU_STREAM_CAPTURE_STATUS_NONE)
-        result = CUDA_ERROR_NOT_SUPPORTED;
-    if (result == CUDA_SUCCESS && managed.most && pools::bytes_of(pool) + bytes > managed.most)
-        result = CUDA_ERROR_OUT_OF_MEMORY;
+    const bool served = address && bytes && pools::serves(pool, &preferred);
+    CUresult result = served ? is_capturing(stream, &capturing) : CUDA_SUCCESS;
     if (result != CUDA_SUCCESS)
         return result;
-    // Other streams' captures allow the call that is asked for, and not those that are made.
-    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-    FG_REAL(cuThreadExchangeStreamCaptureMode)(&mode);
+    const auto where = preferred.type;
+    if (!served || (capturing && where == CU_MEM_LOCATION_TYPE_DEVICE))
+        return note_of_pool(real(address, bytes, pool, stream), address, bytes, pool, stream);
+    if (capturing == CU_STREAM_CAPTURE_STATUS_INVALIDATED)
+        return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    if (capturing)
+        return where == CU_MEM_LOCATION_TYPE_HOST || where == CU_MEM_LOCATION_TYPE_HOST_NUMA
+                   ? CUDA_ERROR_NOT_SUPPORTED
+                   : CUDA_ERROR_INVALID_VALUE;
     result = handle::cuMemAllocManaged(address, bytes, CU_MEM_ATTACH_GLOBAL);
     Region region;
     if (result == CUDA_SUCCESS &&
         address_map().starts_at(*address, only(MemoryKind::managed), &region)) {
         region.pool = pool;
         address_map().put(region);
-        if (managed.preferred.type != CU_MEM_LOCATION_TYPE_NONE)
+        if (where != CU_MEM_LOCATION_TYPE_NONE)
             handle::cuMemAdvise_v2(*address, bytes, CU_MEM_ADVISE_SET_PREFERRED_LOCATION,
-                                   managed.preferred);
+                                   preferred);
     }
-    FG_REAL(cuThreadExchangeStreamCaptureMode)(&mode);
     return result;
 }
 
@@ -603,21 +609,14 @@ CUresult cuMemAllocAsync_ptsz(CUdeviceptr* dptr, size_t bytesize, CUstream hStre
 
 CUresult cuMemAllocFromPoolAsync(CUdeviceptr* dptr, size_t bytesize, CUmemoryPool pool,
                                  CUstream hStream) {
-    pools::ManagedPool managed;
-    if (dptr && bytesize && pools::serves(pool, &managed))
-        return allocate_from(pool, managed, dptr, bytesize, hStream, FG_REAL(cuStreamIsCapturing));
-    return note_of_pool(FG_REAL(cuMemAllocFromPoolAsync)(dptr, bytesize, pool, hStream), dptr,
-                        bytesize, pool, hStream);
+    return allocate_from(dptr, bytesize, pool, hStream, FG_REAL(cuMemAllocFromPoolAsync),
+                         FG_REAL(cuStreamIsCapturing));
 }
 
 CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr* dptr, size_t bytesize, CUmemoryPool pool,
                                       CUstream hStream) {
-    pools::ManagedPool managed;
-    if (dptr && bytesize && pools::serves(pool, &managed))
-        return allocate_from(pool, managed, dptr, bytesize, hStream,
-                             FG_REAL(cuStreamIsCapturing_ptsz));
-    return note_of_pool(FG_REAL(cuMemAllocFromPoolAsync_ptsz)(dptr, bytesize, pool, hStream), dptr,
-                        bytesize, pool, hStream);
+    return allocate_from(dptr, bytesize, pool, hStream, FG_REAL(cuMemAllocFromPoolAsync_ptsz),
+                         FG_REAL(cuStreamIsCapturing_ptsz));
 }
 
 CUresult cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream) {

@@ -35,11 +35,11 @@ struct HeldPlace {
 };
 
 struct Pools {
-    std::mutex mutex;                     // guards what follows
-    std::map<uint64_t, Cover> copies;     // of what the driver still has, by address
-    std::map<uint64_t, Cover> covers;     // of what is ours
-    std::map<uint64_t, HeldPlace> places; // of both, by address
-    std::map<CUmemoryPool, ManagedPool> managed;
+    std::mutex mutex;                              // guards what follows
+    std::map<uint64_t, Cover> copies;              // of what the driver still has, by address
+    std::map<uint64_t, Cover> covers;              // of what is ours
+    std::map<uint64_t, HeldPlace> places;          // of both, by address
+    std::map<CUmemoryPool, CUmemLocation> managed; // what each prefers
     std::map<std::pair<int, int>, CUmemoryPool> managed_defaults, managed_set; // by location
 };
 std::atomic<bool> any_managed; // has ever been
@@ -294,11 +294,11 @@ void end_of(CUcontext context) {
             release(piece.address);
 }
 
-uint64_t bytes_of(CUmemoryPool pool) {
+uint64_t bytes_of(CUmemoryPool pool, bool reserved) {
     uint64_t sum = 0;
     for (const Region& piece : address_map().all(kAdopted | only(MemoryKind::managed)))
         sum += piece.pool == pool ? piece.bytes : 0;
-    return sum;
+    return reserved && serves(pool) ? up(sum, kPlaces) : sum;
 }
 
 bool may_serve(const CUmemPoolProps& props, CUmemPoolProps* stand_in) {
@@ -306,12 +306,11 @@ bool may_serve(const CUmemPoolProps& props, CUmemPoolProps* stand_in) {
     int version = 0, concurrent = 0;
     *stand_in = props;
     stand_in->allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
-    stand_in->maxSize = 0;
     if (at.type != CU_MEM_LOCATION_TYPE_DEVICE)
         stand_in->location = {CU_MEM_LOCATION_TYPE_DEVICE, {0}};
     return props.allocType == CU_MEM_ALLOCATION_TYPE_MANAGED &&
-           props.handleTypes == CU_MEM_HANDLE_TYPE_NONE &&
-           at.type <= CU_MEM_LOCATION_TYPE_HOST_NUMA &&
+           props.handleTypes == CU_MEM_HANDLE_TYPE_NONE && !props.maxSize &&
+           at.type <= CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT &&
            FG_DRIVER(cuDriverGetVersion)(&version) == CUDA_SUCCESS && version >= 13000 &&
            FG_DRIVER(cuDeviceGetAttribute)(&concurrent,
                                            CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS,
@@ -319,21 +318,21 @@ bool may_serve(const CUmemPoolProps& props, CUmemPoolProps* stand_in) {
            concurrent;
 }
 
-void serve(CUmemoryPool pool, const CUmemPoolProps& props) {
+void serve(CUmemoryPool pool, const CUmemLocation& preferred) {
     std::lock_guard<std::mutex> lock(all().mutex);
-    all().managed[pool] = {props.location, props.maxSize};
+    all().managed[pool] = preferred;
     any_managed = true;
 }
 
-bool serves(CUmemoryPool pool, ManagedPool* served) {
+bool serves(CUmemoryPool pool, CUmemLocation* preferred) {
     if (!any_managed.load(std::memory_order_relaxed))
         return false;
     std::lock_guard<std::mutex> lock(all().mutex);
     const auto it = all().managed.find(pool);
     if (it == all().managed.end())
         return false;
-    if (served)
-        *served = it->second;
+    if (preferred)
+        *preferred = it->second;
     return true;
 }
 
@@ -354,7 +353,7 @@ CUmemoryPool set_managed(const CUmemLocation& location) {
 bool set_managed(const CUmemLocation& location, CUmemoryPool pool) {
     std::lock_guard<std::mutex> lock(all().mutex);
     const auto it = all().managed.find(pool);
-    const bool fits = it != all().managed.end() && key_of(it->second.preferred) == key_of(location);
+    const bool fits = it != all().managed.end() && key_of(it->second) == key_of(location);
     if (fits)
         all().managed_set[key_of(location)] = pool;
     return fits;

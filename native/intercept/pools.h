@@ -38,19 +38,17 @@ void driver_is_new();
 CUresult release(CUdeviceptr address);
 // A context has ended, and memory that was given in it.
 void end_of(CUcontext context);
-uint64_t bytes_of(CUmemoryPool pool);
+// What the program has of a pool in memory that is ours, or what is reserved for that.
+uint64_t bytes_of(CUmemoryPool pool, bool reserved);
 
 // Managed pools. The driver's reserve 205 GiB of addresses, and give some that cannot be had again.
 // So a pool of the driver's that stays empty stands for each, and what the program is given from it
 // is memory of managed.h.
-struct ManagedPool {
-    CUmemLocation preferred; // of its memory, in the driver's words of a pool
-    uint64_t most;           // bytes; 0: no limit
-};
 // True if FlowGPU can serve such a pool; `stand_in`: what stands for it.
 bool may_serve(const CUmemPoolProps& props, CUmemPoolProps* stand_in);
-void serve(CUmemoryPool pool, const CUmemPoolProps& props);
-bool serves(CUmemoryPool pool, ManagedPool* served = nullptr);
+void serve(CUmemoryPool pool, const CUmemLocation& preferred);
+// `preferred`: where its memory is to be, in the driver's words of a pool.
+bool serves(CUmemoryPool pool, CUmemLocation* preferred = nullptr);
 void end_serving(CUmemoryPool pool);
 // A location's own pool, which the program cannot end. Null: there is none yet.
 CUmemoryPool default_managed(const CUmemLocation& location);

@@ -209,7 +209,9 @@ CUresult pool_at(CUmemoryPool* out, CUmemLocation* location, CUmemAllocationType
     props.allocType = type;
     if (location)
         props.location = *location;
-    if (out && location && pools::may_serve(props, &stand_in)) {
+    // No such location has a pool of its own.
+    const bool any = location && location->type != CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT;
+    if (out && any && pools::may_serve(props, &stand_in)) {
         if ((*out = pools::default_managed(*location)))
             return CUDA_SUCCESS;
         CUmemoryPool fresh = nullptr;
@@ -408,7 +410,7 @@ CUresult cuMemPoolCreate(CUmemoryPool* pool, const CUmemPoolProps* poolProps) {
                 object.make = maker<CUmemoryPool>(FG_FUNCTION(cuMemPoolCreate), props);
         });
     if (result == CUDA_SUCCESS && served)
-        pools::serve(*pool, *poolProps);
+        pools::serve(*pool, poolProps->location);
     return result;
 }
 
@@ -428,9 +430,11 @@ CUresult cuMemGetMemPool(CUmemoryPool* pool, CUmemLocation* location, CUmemAlloc
 // Memory that a checkpoint has taken over is still the pool's to the program.
 CUresult cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute attr, void* value) {
     CUresult result = FG_DRIVER(cuMemPoolGetAttribute)(to_driver(pool), attr, value);
+    const bool reserved =
+        attr == CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT || attr == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
     if (result == CUDA_SUCCESS && attr >= CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT &&
         attr <= CU_MEMPOOL_ATTR_USED_MEM_HIGH)
-        *static_cast<uint64_t*>(value) += pools::bytes_of(pool);
+        *static_cast<uint64_t*>(value) += pools::bytes_of(pool, reserved);
     return result;
 }
 
