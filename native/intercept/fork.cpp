@@ -82,7 +82,6 @@ void in_child() {
     device::close_descriptors();
     drop_mappings();
     t.memory.unmap_windows();
-    address_map().remove_all(only(MemoryKind::cover)); // else it would give parts of the parent's
     errno = error;
 }
 

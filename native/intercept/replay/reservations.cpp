@@ -18,11 +18,6 @@ constexpr uint64_t kGranularity = 2 << 20;
 constexpr uint64_t kCovers = 0x1c0000000000, kCoverBytes = 512 << 20;
 constexpr Kinds kCover = only(MemoryKind::cover);
 
-bool is_small(size_t size, size_t alignment, CUdeviceptr wish, unsigned long long flags) {
-    return size && size < kPiece && size % kGranularity == 0 && !wish && !flags &&
-           alignment <= kPiece && (alignment & (alignment - 1)) == 0;
-}
-
 // The first gap in a cover; 0: there is none.
 CUdeviceptr gap_for(size_t size, size_t alignment) {
     const AddressMap& map = address_map();
@@ -57,6 +52,13 @@ bool add_cover() {
     }
     map.put(Region{got, kCoverBytes, MemoryKind::cover});
     return true;
+}
+
+// 0: the driver gives no such addresses.
+CUdeviceptr place_in_cover(size_t size, size_t alignment) {
+    alignment = std::max<size_t>(alignment, kGranularity);
+    const CUdeviceptr at = gap_for(size, alignment);
+    return at || !add_cover() ? at : gap_for(size, alignment);
 }
 
 // Its own wish is enough: it is large, or lies in a range that the driver has again by itself.
@@ -111,8 +113,9 @@ bool Reservations::make(bool at_last, FirstFailure& fail) {
         if (got != address) {
             FG_DRIVER(cuMemAddressFree)(got, wish.bytes);
             char what[128];
-            snprintf(what, sizeof what, "device addresses %#llx could not be had again but %#llx",
-                     static_cast<unsigned long long>(address),
+            snprintf(what, sizeof what,
+                     "%zu KiB of device addresses at %#llx could not be had again but at %#llx",
+                     wish.bytes >> 10, static_cast<unsigned long long>(address),
                      static_cast<unsigned long long>(got));
             return fail(what);
         }
@@ -125,22 +128,17 @@ namespace recorded {
 
 CUresult cuMemAddressReserve(CUdeviceptr* ptr, size_t size, size_t alignment, CUdeviceptr addr,
                              unsigned long long flags) {
-    if (ptr && is_small(size, alignment, addr, flags)) {
-        std::lock_guard<std::mutex> lock(registry().mutex);
-        const size_t aligned = std::max<size_t>(alignment, kGranularity);
-        CUdeviceptr at = gap_for(size, aligned);
-        if (!at && add_cover())
-            at = gap_for(size, aligned);
-        if (at) {
-            *ptr = at;
-            address_map().put(Region{at, size, MemoryKind::reservation});
-            return CUDA_SUCCESS;
-        }
-    }
     CUresult result = FG_DRIVER(cuMemAddressReserve)(ptr, size, alignment, addr, flags);
-    if (result == CUDA_SUCCESS)
-        address_map().put(Region{*ptr, size, MemoryKind::reservation});
-    return result;
+    if (result != CUDA_SUCCESS)
+        return result;
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    if (size < kPiece && *ptr != addr && alignment <= kPiece)
+        if (const CUdeviceptr at = place_in_cover(size, alignment)) {
+            FG_DRIVER(cuMemAddressFree)(*ptr, size);
+            *ptr = at;
+        }
+    address_map().put(Region{*ptr, size, MemoryKind::reservation});
+    return CUDA_SUCCESS;
 }
 
 CUresult cuMemAddressFree(CUdeviceptr ptr, size_t size) {
