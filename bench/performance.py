@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import plots, report, summary, tables
+from bench import plots, report, stall, summary, suspend, tables
 from bench.fit import straight
 from bench.machine import ROOT
 from bench.plots import GIB, TITLES, UNITS, good_runs, growth_points
@@ -43,10 +43,14 @@ median of the runs that succeeded.
 """
 
 
+# Summaries of programs that `make bench` does not run.
+ALONE = ("engine-steps", "stall", "suspend", "shares")
+
+
 def documents(folder: Path = summary.RESULTS) -> list[Document]:
     """The summaries taken on real GPUs, newest model first."""
     found = summary.kept("bench", folder)
-    alone = {kind: summary.kept(kind, folder) for kind in ("engine-steps", "shares")}
+    alone = {kind: summary.kept(kind, folder) for kind in ALONE}
     return [
         document | {"name": name} | {kind: of.get(name) for kind, of in alone.items()}
         for name, document in found.items()
@@ -69,6 +73,12 @@ def _one(document: Document) -> str:
         ]
     if steps := document.get("engine-steps"):
         parts += ["### Both engines", "\n".join(engines_table(steps))]
+    for title, kind, table in (
+        ("What a checkpoint costs a job that goes on", "stall", stall.table),
+        ("Suspend, resume and swap", "suspend", suspend.table),
+    ):
+        if of := document.get(kind):
+            parts += [f"### {title}", *table(of).split("\n", 1), _measured(of)]
     for title, lines, section in (
         ("Each reduction on and off", breakdown_table(document), "breakdown"),
         ("Repeated images", periodic_table(document), "periodic"),
@@ -134,6 +144,10 @@ def _shares(document: Document) -> str:
         f"({document['processes']} processes, {document['date']} at {document['commit'][:12]}, "
         "`python -m bench.shares`)."
     )
+
+
+def _measured(document: Document) -> str:
+    return f"`{document['command']}`, {document['date']} at {document['commit'][:12]}."
 
 
 def _taken(document: Document, names: Sequence[str] | dict[str, str]) -> str:

@@ -378,6 +378,27 @@ def child():
     assert task.do("child()") != 0
 
 
+def test_small_reservations_come_back_where_the_program_has_taken_the_usual_place(
+    task: Task,
+) -> None:
+    task.do(
+        """
+import mmap
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000 | 0x4000
+taken = libc.mmap(0x1C0000000000, 4 << 30, 0, fixed, -1, 0)
+own = [int(ok(cu.cuMemAddressReserve(size << 20, 0, 0, 0))) for size in (2, 10, 2)]
+"""
+    )
+    assert task.do("taken == 0x1C0000000000 and all(a >> 40 != 0x1C for a in own)")
+    for _ in range(2):
+        task.checkpoint()
+        assert task.do("own[1] - own[0], own[2] - own[1]") == [2 << 20, 10 << 20]
+    task.do("[ok(cu.cuMemAddressFree(a, s << 20)) for a, s in zip(own, (2, 10, 2))]")
+
+
 def test_each_thread_finds_its_stack_of_contexts(task: Task) -> None:
     task.do(
         """

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <mutex>
+#include <set>
 
 #include "recorded.h"
 #include "registry.h"
@@ -37,7 +38,7 @@ CUdeviceptr gap_for(size_t size, size_t alignment) {
     return 0;
 }
 
-// A new cover behind all others. False: the driver gives no such addresses.
+// A new cover, behind all others if that can be had. False: the driver gives no such addresses.
 bool add_cover() {
     AddressMap& map = address_map();
     uint64_t wish = kCovers;
@@ -46,10 +47,6 @@ bool add_cover() {
     CUdeviceptr got = 0;
     if (FG_DRIVER(cuMemAddressReserve)(&got, kCoverBytes, 0, wish, 0) != CUDA_SUCCESS)
         return false;
-    if (got != wish) {
-        FG_DRIVER(cuMemAddressFree)(got, kCoverBytes);
-        return false;
-    }
     map.put(Region{got, kCoverBytes, MemoryKind::cover});
     return true;
 }
@@ -70,11 +67,15 @@ bool is_granted(const rewind::Range& range) {
 
 Reservations::Reservations() {
     AddressMap& map = address_map();
+    std::set<uint64_t> covered;
+    for (const Region& cover : map.all(kCover))
+        for (const Region& reserved : map.all(kReserved, cover.address, cover.bytes))
+            covered.insert(reserved.address);
     map.remove_all(kCover);
     uint64_t begin = 0, end = 0; // of the pieces that the last wish takes
     for (const Region& reserved : map.all(kReserved)) {
         const rewind::Range part = {static_cast<uintptr_t>(reserved.address), reserved.bytes};
-        if (rewind::is_placed(part)) {
+        if (!covered.count(reserved.address) && rewind::is_placed(part)) {
             waiting_[part.start] = Wish{part.bytes, {part}};
             continue;
         }
@@ -86,7 +87,8 @@ Reservations::Reservations() {
         wish.parts.push_back(part);
     }
     for (auto& [address, wish] : waiting_) {
-        if (wish.parts.size() == 1 && is_granted(wish.parts.front()))
+        const bool one = wish.parts.size() == 1 && !covered.count(wish.parts.front().start);
+        if (one && is_granted(wish.parts.front()))
             wish.bytes = wish.parts.front().bytes;
         else
             map.put(Region{address, wish.bytes, MemoryKind::cover});
