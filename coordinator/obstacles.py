@@ -50,7 +50,10 @@ def strays(job: RunningJob) -> list[int]:
 
 
 def refuse_sandboxes(search: Search) -> list[str]:
-    """A restored job would be free of them. Gives in words which processes nobody knows of."""
+    """A restored job would be free of them. Gives in words which processes nobody knows of.
+
+    Raises TimeoutError.
+    """
     sandboxed, unknown = search.result()
     if sandboxed:
         name = "a Landlock sandbox (process {}, thread {})".format(*sandboxed)

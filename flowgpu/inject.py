@@ -6,6 +6,7 @@ calls for one thread come from one of ours: to the kernel, it is the tracer.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -20,6 +21,8 @@ PROC = Path("/proc")
 LOOK_SECONDS = 0.0005
 ALL_SIGNALS = (1 << 64) - 1
 TRAP = 1 << signal.SIGTRAP - 1
+FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS}
+"""What a thread gets for an instruction of its own, though it blocks them."""
 MOST_ERROR = 4095
 SYSCALL = b"\x0f\x05"
 RED_ZONE_BYTES = 128  # below the stack pointer, which is the program's
@@ -136,7 +139,10 @@ def _poke(thread: int, at: int, data: bytes) -> None:
 
 
 def let_run(thread: int, request: int, until: int) -> None:
-    """Let the thread run until it stops with the signal `until`, which it does not get."""
+    """Let the thread run until it stops with the signal `until`, which it does not get.
+
+    Raises OSError, where it runs into a fault: it would meet that again and again.
+    """
     status = 0
     while status >> 8 != until:
         # One that stops its process is for all of it, and takes effect when it is let go.
@@ -144,6 +150,9 @@ def let_run(thread: int, request: int, until: int) -> None:
         _, status = os.waitpid(thread, ptrace.WALL)
         if not os.WIFSTOPPED(status):
             raise ProcessLookupError
+        if status >> 8 in FAULTS:
+            name = signal.Signals(status >> 8).name
+            raise OSError(errno.EFAULT, f"thread {thread} ran into {name} at a call")
 
 
 def syscall_instruction(pid: int, maps: bytes) -> int:

@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flowgpu import inject, probes, ptrace
-from flowgpu.proctree import PROC, thread_ids
+from flowgpu.proctree import PROC, status_numbers, thread_ids, thread_state
 
 # asm/unistd_64.h
 GET_ROBUST_LIST, LANDLOCK_CREATE_RULESET = 274, 444
@@ -41,6 +41,8 @@ STOP_SECONDS = 0.2
 """For a thread to stop; one that waits in vfork(2) or for a disk may not."""
 LOOK_SECONDS = 0.0002
 MOST_SECONDS = 20.0
+ANSWER_SECONDS = 60.0
+"""For a search, with all that it may have to wait for on a busy machine."""
 COMMAND = (sys.executable, "-P", "-S", "-X", "utf8", "-m", "flowgpu.sandbox")
 
 
@@ -49,6 +51,7 @@ class Search:
 
     def __init__(self, pids: Sequence[int]) -> None:
         suspects = [pid for pid in pids if _is_suspect(pid)] if is_supported() else []
+        self._suspects = suspects
         self._process = None
         if suspects:
             # In a session of its own no signal for ours ends it at work.
@@ -63,10 +66,18 @@ class Search:
 
     def result(self) -> tuple[tuple[int, int] | None, list[str]]:
         """A process and a thread of it that is in a sandbox, None if there is none; and in words
-        what could not be found out."""
+        what could not be found out.
+
+        Raises TimeoutError after ANSWER_SECONDS: the search goes on by itself then.
+        """
         if self._process is None:
             return None, []
-        text, _ = self._process.communicate()
+        try:
+            text, _ = self._process.communicate(timeout=ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.close(0.0)
+            why = f"the search for Landlock sandboxes took more than {ANSWER_SECONDS:.0f} s"
+            raise TimeoutError(f"{why}{self._asked(self._process.pid)}") from None
         if self._process.returncode != 0:
             raise RuntimeError(f"{COMMAND[-1]} ended with status {self._process.returncode}")
         answer = json.loads(text)
@@ -76,11 +87,21 @@ class Search:
         ]
         return next(((pid, thread) for pid, thread in answer["found"]), None), unknown
 
-    def close(self) -> None:
-        """Wait for its end: it is not killed at work."""
-        if self._process is not None and self._process.stdout is not None:
+    def close(self, seconds: float = ANSWER_SECONDS) -> None:
+        """Wait for its end, so long at most: it is not killed at work. A second call does
+        nothing."""
+        if self._process is not None and self._process.stdout and not self._process.stdout.closed:
             self._process.stdout.close()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+
+    def _asked(self, search: int) -> str:
+        """In words, whom the search asks now."""
+        for pid in self._suspects:
+            for thread in thread_ids(pid):
+                if status_numbers(thread, "TracerPid") == [search]:
+                    return f": it waits for thread {thread} of process {pid}"
+        return ""
 
 
 def _is_suspect(pid: int) -> bool:
@@ -123,10 +144,11 @@ class Decoys:
         if pid == 0:
             with suppress(OSError):
                 libc = probes.libc()
-                libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
                 if (os.getuid(), os.getgid()) != (user, group):
                     os.setresgid(group, group, group)
                     os.setresuid(user, user, user)
+                # Another user's would be forgotten.
+                libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
                 header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
                 if libc.syscall(CAPSET, header, (ctypes.c_uint32 * 6)()) == 0:
                     # What was changed had made it nobody's to look at.
@@ -150,14 +172,14 @@ class Decoys:
 def is_sandboxed(pid: int, thread: int, decoys: Decoys) -> bool:
     """True if the thread is in a sandbox. Raises OSError where that cannot be found out."""
     folder = PROC / str(pid) / "task" / str(thread)
-    status = (folder / "status").read_text(errors="replace")
-    user = re.search(r"^Uid:\t(\d+)", status, re.MULTILINE)
-    group = re.search(r"^Gid:\t(\d+)", status, re.MULTILINE)
-    decoy = decoys.of(int(user[1]) if user else 0, int(group[1]) if group else 0)
-    instruction = inject.syscall_instruction(pid, (PROC / str(pid) / "maps").read_bytes())
+    decoys.of(*_ids(_status(folder)))  # made while the thread runs, since that takes a while
     ptrace.ptrace(ptrace.SEIZE, thread)
     _interrupt(thread)
     try:
+        # Until it stands still it may execute another program, which has its vDSO elsewhere.
+        status = _status(folder)
+        decoy = decoys.of(*_ids(status))
+        instruction = inject.syscall_instruction(pid, (PROC / str(pid) / "maps").read_bytes())
         filtered = "\nSeccomp:\t0\n" not in status
         with inject.calling(thread, lambda: instruction, filtered=filtered) as caller:
             try:
@@ -174,6 +196,17 @@ def is_sandboxed(pid: int, thread: int, decoys: Decoys) -> bool:
             _make_again(thread)
         with suppress(OSError):
             ptrace.ptrace(ptrace.DETACH, thread)
+
+
+def _status(folder: Path) -> str:
+    return (folder / "status").read_text(errors="replace")
+
+
+def _ids(status: str) -> tuple[int, int]:
+    """User and group of a thread, by its /proc/PID/task/TID/status."""
+    user = re.search(r"^Uid:\t(\d+)", status, re.MULTILINE)
+    group = re.search(r"^Gid:\t(\d+)", status, re.MULTILINE)
+    return int(user[1]) if user else 0, int(group[1]) if group else 0
 
 
 def _interrupt(thread: int, *, resume: bool = False) -> None:
@@ -222,6 +255,8 @@ def main(pids: list[int]) -> None:
                 except (ProcessLookupError, FileNotFoundError):
                     continue
                 except OSError as error:
+                    if thread_state(pid, thread) in "ZX":  # one that ends may not be traced
+                        continue
                     unknown.append((pid, thread, str(error)))
     finally:
         decoys.end()

@@ -6,12 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flowgpu import probes, sandbox
-from flowgpu.proctree import task_states, thread_ids
+from flowgpu import inject, probes, ptrace, sandbox
+from flowgpu.proctree import is_dead, status_numbers, task_states, thread_ids
 from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
 
@@ -94,6 +98,23 @@ def threads(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@contextmanager
+def running(*words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is ended however its test ends, also one that is traced."""
+    ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(words, **ends) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def goes_on(cat: subprocess.Popen[bytes]) -> None:
+    cat.stdin.write(b"goes on\n")
+    cat.stdin.flush()
+    assert cat.stdout.readline() == b"goes on\n"
+
+
 @pytest.mark.parametrize("threads", ["", "12345", "sandbox"], indirect=True)
 def test_threads_that_are_asked_do_not_notice_it(
     threads: subprocess.Popen[str], decoys: sandbox.Decoys, request: pytest.FixtureRequest
@@ -131,3 +152,71 @@ def test_a_search_names_a_sandboxed_thread_and_none_else() -> None:
         assert [one.stdout.readline() for one in (free, caught)] == [b"waits\n"] * 2
         assert sandbox.Search([free.pid]).result() == (None, [])
         assert sandbox.Search([free.pid, caught.pid]).result() == ((caught.pid, caught.pid), [])
+
+
+def test_a_process_may_execute_a_program_just_before_it_is_asked(
+    decoys: sandbox.Decoys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = ptrace.ptrace
+    words = ["sh", "-c", "read word; exec cat"]
+    with running(*words) as process:
+
+        def trace_another_program(request: int, *arguments: Any) -> int:
+            if request == ptrace.SEIZE:
+                process.stdin.write(b"go\n")
+                process.stdin.flush()
+                name = Path(f"/proc/{process.pid}/comm")
+                wait_for(lambda: name.read_text() == "cat\n", "the program that is executed")
+            return trace(request, *arguments)
+
+        monkeypatch.setattr(ptrace, "ptrace", trace_another_program)
+        assert not sandbox.is_sandboxed(process.pid, process.pid, decoys)
+        goes_on(process)
+
+
+def test_a_call_that_runs_into_a_fault_ends() -> None:
+    with running("cat") as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        inject.wait_stopped(process.pid, time.monotonic() + SECONDS)
+        with (
+            inject.seized(process.pid, [process.pid]),
+            inject.calling(process.pid, lambda: 0, filtered=False) as caller,
+            pytest.raises(OSError, match="ran into SIGSEGV"),
+        ):
+            caller.call(sandbox.GET_ROBUST_LIST, 0, 0, 0)
+        os.kill(process.pid, signal.SIGCONT)
+        goes_on(process)
+
+
+def test_a_search_that_does_not_end_is_left_and_names_who_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits = "import sys, time; from flowgpu import ptrace; ptrace.ptrace(ptrace.SEIZE, "
+    waits += "int(sys.argv[1])); time.sleep(1000)"
+    monkeypatch.setattr(sandbox, "COMMAND", (sys.executable, "-c", waits))
+    with running("sleep", "1000") as asked:
+        search = sandbox.Search([asked.pid])
+        wait_for(lambda: status_numbers(asked.pid, "TracerPid") != [0], "the search")
+        monkeypatch.setattr(sandbox, "ANSWER_SECONDS", 0.1)
+        try:
+            with pytest.raises(TimeoutError, match=f"thread {asked.pid} of process {asked.pid}$"):
+                search.result()
+            search.close()
+        finally:
+            os.kill(*status_numbers(asked.pid, "TracerPid"), signal.SIGKILL)
+            search._process.wait(SECONDS)
+
+
+def test_a_process_that_has_ended_is_not_called_unknown() -> None:
+    with running("true") as ended:
+        wait_for(lambda: is_dead(ended.pid), "its end")
+        assert sandbox.Search([ended.pid]).result() == (None, [])
+
+
+def test_a_decoy_ends_with_its_search() -> None:
+    waits = "from flowgpu import sandbox; print(sandbox.Decoys().of(12345, 12345), flush=True)"
+    waits += "; input()"
+    with running(sys.executable, "-c", waits) as search:
+        decoy = int(search.stdout.readline())
+        search.kill()
+        wait_for(lambda: is_dead(decoy), "the decoy's end")
