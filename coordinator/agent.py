@@ -45,6 +45,8 @@ TOLD_SECONDS = 10.0
 """From when on `ps` says that the leader is not reached."""
 TELL_SECONDS = 10.0
 LOOK_SECONDS = 0.5
+LATE_SECONDS = 1.0
+"""For which an answer is waited for whose connection has ended, once nothing else is."""
 
 
 class Agent:
@@ -82,24 +84,47 @@ class Agent:
             threading.Thread(target=work, daemon=True, name="agent").start()
 
     def ask(self, options: CheckpointOptions, progress: Progress) -> dict[str, Any]:
-        """Have the leader take a checkpoint of all nodes, and give its report. Raises FlowError."""
+        """Have the leader take a checkpoint of all nodes, and give its report. Raises FlowError.
+
+        Where the leader's answer is lost, this node's part tells what became of it.
+        """
         self._progress = progress
         stream = self._wait_for_leader(ASK_SECONDS)
-        number = next(self._numbers)
+        number, before = next(self._numbers), self._round
         try:
             stream.send("ask", number=number, options=options.to_fields())
         except StreamEnded as error:
             raise self.gone(str(error)) from error
         with self.changed:
-            while number not in self._answers:
-                if self.stream is not stream:
-                    raise self.gone(self._why)
+            while number not in self._answers and self.stream is stream:
                 self.changed.wait(LOOK_SECONDS)
-            answer = self._answers.pop(number)
+            own = self._wait_for_own(number, before, options.output)
+            answer = self._answers.pop(number, None)
+        if answer is None:
+            if own is not None and (report := own.report()) is not None:
+                return report
+            raise self.gone(self._why)
         if "error" in answer:
             raise FlowError.from_dict(answer["error"])
         result: dict[str, Any] = answer["result"]
         return result
+
+    def _wait_for_own(self, number: int, before: Round | None, image: Path) -> Round | None:
+        """Wait for an answer that may come by the next connection, or until this node's part in
+        what was asked for is over. Gives that part, None if there is none; `changed` is held."""
+        deadline = math.inf
+        while number not in self._answers:
+            own = self._round if self._round is not before else None
+            if own is not None and own.image != image:
+                own = None
+            if own is not None and not own.over:
+                deadline = math.inf
+            elif deadline == math.inf:
+                deadline = time.monotonic() + LATE_SECONDS
+            elif time.monotonic() >= deadline:
+                return own
+            self.changed.wait(LOOK_SECONDS)
+        return None
 
     def wait_for_all(self, place: str, said: Any) -> list[Any]:
         """This node's restore has come there: wait until all have. Gives what each of the others
@@ -177,8 +202,14 @@ class Agent:
                 return decided
 
     def ended(self) -> None:
-        """The job has ended on this node."""
+        """The job has ended on this node. What this node has to say of its part is said first: the
+        process may end."""
+        deadline = time.monotonic() + TELL_SECONDS
         with self.changed:
+            while self._round is not None and not self._round.over:
+                if (left := deadline - time.monotonic()) <= 0:
+                    break
+                self.changed.wait(left)
             self._closed = True
             if self.stream is not None:
                 with contextlib.suppress(StreamEnded):
@@ -283,6 +314,8 @@ class Agent:
                     stream.send("ready", **waits)
                 self._say_doubt()
                 self._say_renewal()
+                if self._round is not None and self._round.over:
+                    self._round.say_done()  # it may not have been heard
                 self.changed.notify_all()
         except BaseException:
             with self.changed:
@@ -310,8 +343,7 @@ class Agent:
     def _beat(self) -> None:
         while not self._closed:
             time.sleep(BEAT_SECONDS)
-            with self.changed:
-                stream = self.stream
+            stream = self.stream  # who writes to a slow disk may have the lock
             if stream is not None:
                 with contextlib.suppress(StreamEnded):
                     stream.send("beat")
@@ -410,11 +442,14 @@ class Round(Others):
         )
         self.progress = progress
         self.in_doubt = False
+        self.over = False
+        """True once this node has done its part, or has undone it."""
         self._agent = agent
         self._stream = stream
         self._through: dict[str, list[Any]] = {}
         self._error: FlowError | None = None
         self._committed = False
+        self._result: dict[str, Any] | None = None
         self._exchanges = self._cuts = 0
         self._orders: dict[int, Order] = {}  # the newest of each cut
         self._made = made
@@ -545,12 +580,32 @@ class Round(Others):
             self._agent.say(self._agent.stream, "failed", **said)
 
     def done(self, result: dict[str, Any] | None) -> None:
-        with contextlib.suppress(FlowError):
-            self._agent.say(self._agent.stream, "done", epoch=self.id, result=result)
         with self._agent.changed:
             if self._made and not self._committed:
                 with contextlib.suppress(OSError):
                     self.image.rmdir()
+            self._result, self.over = result, True
+            self._agent.changed.notify_all()
+            self.say_done()
+
+    def say_done(self) -> None:
+        """Tell the leader, if there is a connection, what became of this node's part."""
+        with contextlib.suppress(FlowError):
+            self._agent.say(self._agent.stream, "done", epoch=self.id, result=self._result)
+
+    def report(self) -> dict[str, Any] | None:
+        """This node's report in the place of the leader's, once it is over; None: there is no
+        image. Raises FlowError where that is known to have failed."""
+        if not self._committed:
+            if self._error is not None:
+                raise self._error
+            return None
+        member = self._agent.member
+        if self._result is None:
+            missing = "all, once the image was complete"
+            raise NodesMissing(job=self._agent.job.name, nodes=missing)
+        reports = dict.fromkeys(range(member.count)) | {member.node: self._result}
+        return self._result | {"image": str(self.image), "nodes": reports}
 
 
 def write_job_file(image: Path, epoch: str, text: str) -> None:

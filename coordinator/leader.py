@@ -7,6 +7,7 @@ anew, and the image's files say what was committed.
 
 Threads: one accepts, one receives from each connection, one does each request. `_changed` guards
 all that they share; messages are sent while it is held, so that each node gets them in one order.
+Beats alone are sent without it, and have no order.
 """
 
 from __future__ import annotations
@@ -190,15 +191,27 @@ class Leader:
     def _beat(self) -> None:
         while self._listener.fileno() >= 0:
             time.sleep(BEAT_SECONDS)
-            with self._changed:
-                self._broadcast("beat")
-                for node, since in self._lost_since.items():
-                    if time.monotonic() >= since + LOST_SECONDS:
-                        lost = "its coordinator has ended while others waited for it"
-                        self._fail_restore(node, lost)
+            # Who commits has the lock while the disk writes, which may be slow.
+            for stream in list(self._streams.values()):
+                try:
+                    stream.send("beat")
+                except StreamEnded:
+                    stream.close()  # who receives from it does the rest
+            if self._changed.acquire(blocking=False):
+                try:
+                    self._fail_without_lost()
+                finally:
+                    self._changed.release()
+
+    def _fail_without_lost(self) -> None:
+        """Fail a restore that waits for a node that has been lost for long."""
+        for node, since in self._lost_since.items():
+            if time.monotonic() >= since + LOST_SECONDS:
+                self._fail_restore(node, "its coordinator has ended while others waited for it")
 
     def _broadcast(self, kind: str, **fields: Any) -> None:
-        for node in sorted(self._streams):
+        # Its own node, 0, is the last: what stops or ends that must not keep it from the others.
+        for node in sorted(self._streams, reverse=True):
             self._tell(node, kind, **fields)
 
     def _tell(self, node: int, kind: str, **fields: Any) -> None:

@@ -538,6 +538,8 @@ def test_a_coordinator_that_is_killed_after_the_commit_leaves_an_image_of_all_no
         assert (image / JOB_FILE).exists()
         nodes[who].kill_coordinator()
         assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
+        if who == 0:  # who has asked the other one hears that the image is whole
+            assert asked.result().returncode == 0, asked.result().stderr
     nodes.restore(image)
     nodes.check_end()
 

@@ -355,6 +355,29 @@ def test_many_nodes_take_no_more_messages_each_than_few(job: Job, tmp_path: Path
     assert used < MOST_SECONDS
 
 
+def test_a_leader_whose_disk_is_slow_does_not_seem_to_be_gone(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes, written = threading.Event(), threading.Event()
+
+    def sync(path: Path) -> None:
+        writes.set()
+        written.wait(SECONDS)
+
+    monkeypatch.setattr(leading, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(leading.layout, "sync", sync)
+    nodes = job()
+    nodes[0].say("ask", number=0, options=CheckpointOptions(tmp_path / "image").to_fields())
+    assert writes.wait(SECONDS)
+    try:
+        for node in nodes:
+            heard = len(node.heard) + 2  # one may be under way
+            node.wait(lambda message, node=node, heard=heard: len(node.heard) > heard or None)
+    finally:
+        written.set()
+    assert nodes[0].wait(lambda m: m["result"] if m["is"] == "answer" else None)
+
+
 def test_reports_are_one_with_the_longest_times_and_all_bytes() -> None:
     reports: list[dict[str, Any]] = [
         {"job": "a", "phases": {"gate": 1.0, "cut": 0.5}, "pause_seconds": 1.0, "bytes": 3},
