@@ -88,7 +88,10 @@ class NodeStream:
         if not hmac.compare_digest(mac, self._mac(self._theirs, self._received, text)):
             raise StreamEnded("the other end has not the job's secret (FLOWGPU_JOIN)")
         self._received += 1
-        self._connection.settimeout(SILENT_SECONDS)
+        try:
+            self._connection.settimeout(SILENT_SECONDS)
+        except OSError as error:  # another thread has closed it
+            raise StreamEnded(_words(error)) from error
         message = json.loads(text)
         if not isinstance(message, dict) or not isinstance(message.get("is"), str):
             raise StreamEnded("a message is none")

@@ -223,3 +223,19 @@ def test_the_place_that_open_mpi_gives() -> None:
 
 def test_no_launcher_gives_none() -> None:
     assert place_of({}, "train") is None
+
+
+def test_who_closes_a_connection_ends_it_for_who_receives(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = pair()
+    mac = b._mac
+
+    def close_meanwhile(direction: int, number: int, text: bytes) -> bytes:
+        b.close()
+        return mac(direction, number, text)
+
+    monkeypatch.setattr(b, "_mac", close_meanwhile)
+    a.send("hello")
+    with pytest.raises(StreamEnded):
+        b.receive()
