@@ -33,7 +33,6 @@ OURS = (SERVICE_THREAD, "flowgpu-managed")
 """Names of threads that are not held (native/intercept/held.h)."""
 ENDED = "ZX"
 HELD, DONE = b"held", b"\n"
-LOOK_SECONDS = 0.002
 CALM_SECONDS = 10.0
 """For all threads to stop: one may be in a system call that nothing interrupts."""
 
@@ -187,25 +186,11 @@ def held(pid: int) -> Iterator[None]:
                     threads.append(thread)
                     ptrace.ptrace(ptrace.INTERRUPT, thread)
             for thread in new:
-                _wait(thread, deadline)
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has ended
+                    ptrace.wait_event_stop(thread, deadline)
         yield
     finally:
         ptrace.let_go(pid, threads)
-
-
-def _wait(thread: int, deadline: float) -> None:
-    """Until it stands still, or has ended. A signal that comes first is delivered."""
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):
-        while True:
-            changed, status = os.waitpid(thread, ptrace.WALL | os.WNOHANG)
-            if changed and (not os.WIFSTOPPED(status) or status >> 16 == ptrace.EVENT_STOP):
-                return
-            if changed:
-                ptrace.ptrace(ptrace.CONT, thread, os.WSTOPSIG(status))
-            elif time.monotonic() >= deadline:
-                raise TimeoutError(f"thread {thread} does not stop")
-            else:
-                time.sleep(LOOK_SECONDS)
 
 
 def main() -> None:

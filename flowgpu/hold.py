@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 
 from flowgpu import ptrace
@@ -29,7 +30,7 @@ class Held:
             for thread in threads.keys() - {free}:
                 ptrace.ptrace(ptrace.SEIZE, thread, ptrace.O_EXITKILL)
                 self._threads.append(thread)
-                os.waitpid(thread, ptrace.WALL)
+                ptrace.wait_event_stop(thread, time.monotonic() + ptrace.STOP_SECONDS)
         except OSError:
             self.release()
             raise

@@ -121,8 +121,9 @@ def seized(pid: int, threads: Iterable[int]) -> Iterator[None]:
         for thread in threads:
             ptrace.ptrace(ptrace.SEIZE, thread)
             held.append(thread)
+        deadline = time.monotonic() + ptrace.STOP_SECONDS
         for thread in held:
-            os.waitpid(thread, ptrace.WALL)
+            ptrace.wait_event_stop(thread, deadline)
         yield
     finally:
         ptrace.let_go(pid, held)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -25,6 +27,13 @@ EVENT_STOP = 128  # after INTERRUPT, or for a signal that stops: the high byte o
 NT_X86_XSTATE = 0x202  # linux/elf.h: all that XSAVE saves
 # linux/wait.h: without it, only leaders are waited for
 WALL = 0x40000000
+
+STOP_SECONDS = 10.0
+"""For a thread that is to stop, where nothing that is known could keep it from that."""
+END_SECONDS = 60.0
+"""For threads to end, which those with much memory take long for."""
+SOON_SECONDS, LOOK_SECONDS = 0.0005, 0.0002
+"""A thread stops in some microseconds, or when it has a processor."""
 
 _RSEQ_CS = 8  # of struct rseq: offset of rseq_cs
 _GENERAL_BYTES = 27 * 8  # user_regs_struct
@@ -49,24 +58,52 @@ def ptrace(request: int, thread: int, data: ctypes._CData | int = 0, address: in
     return int(answer)
 
 
+def wait_event_stop(thread: int, deadline: float) -> None:
+    """Wait until a thread has stopped after INTERRUPT, or after SEIZE of a stopped one. A signal
+    that comes first is delivered.
+
+    Raises ProcessLookupError where it has ended, and TimeoutError, with a thread that stops as soon
+    as it can.
+    """
+    soon = time.monotonic() + SOON_SECONDS
+    while True:
+        found, status = os.waitpid(thread, WALL | os.WNOHANG)
+        if found and not os.WIFSTOPPED(status):
+            raise ProcessLookupError(errno.ESRCH, f"thread {thread} has ended")
+        if found and status >> 16 == EVENT_STOP:
+            return
+        now = time.monotonic()
+        if found:
+            ptrace(CONT, thread, os.WSTOPSIG(status))
+        elif now >= deadline:
+            raise TimeoutError(errno.ETIMEDOUT, f"thread {thread} does not stop")
+        else:
+            time.sleep(LOOK_SECONDS if now >= soon else 0.0)
+
+
 def let_go(pid: int, threads: Iterable[int]) -> None:
     """Trace these threads of a process no more. Those that are dead are collected, but not a child
     of ours: how it has ended is for whoever waits for that."""
-    dead = []
+    left = []
     for thread in threads:
         try:
             ptrace(DETACH, thread)
-        except ProcessLookupError:
-            dead.append(thread)
-    ours = children(os.getpid()) if dead else ()
-    collect(pid, (thread for thread in dead if thread not in ours))
+        except ProcessLookupError:  # it has ended, or does not stand still
+            left.append(thread)
+    ours = children(os.getpid()) if left else ()
+    collect(pid, (thread for thread in left if thread not in ours))
 
 
 def collect(pid: int, threads: Iterable[int]) -> None:
-    """A tracer is told of each thread's end, of the leader's last, and only then its parent."""
+    """A tracer is told of each thread's end, of the leader's last, and only then its parent. One
+    that does not end is let go once it stands still."""
+    deadline = time.monotonic() + END_SECONDS
     for thread in sorted(threads, key=lambda thread: thread == pid):
-        with suppress(ChildProcessError):
-            os.waitpid(thread, WALL)
+        with suppress(ProcessLookupError):
+            ptrace(INTERRUPT, thread)
+        with suppress(ProcessLookupError, ChildProcessError, TimeoutError):
+            wait_event_stop(thread, deadline)
+            ptrace(DETACH, thread)
 
 
 def general_registers(thread: int) -> bytes:
@@ -136,7 +173,7 @@ def seccomp_filters(pid: int, thread: int) -> list[bytes]:
     ptrace(SEIZE, thread)
     try:
         ptrace(INTERRUPT, thread)
-        os.waitpid(thread, WALL)
+        wait_event_stop(thread, time.monotonic() + STOP_SECONDS)
         while True:
             try:
                 count = ptrace(SECCOMP_GET_FILTER, thread, 0, len(found))

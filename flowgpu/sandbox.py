@@ -39,7 +39,6 @@ ERESTARTNOHAND = 514
 ENDED = {0, 42, 43, 45, 47, 65, 128, 208, 220, 232, 281, 288, 299, 333, 441}
 STOP_SECONDS = 0.2
 """For a thread to stop; one that waits in vfork(2) or for a disk may not."""
-LOOK_SECONDS = 0.0002
 MOST_SECONDS = 20.0
 ANSWER_SECONDS = 60.0
 """For a search, with all that it may have to wait for on a busy machine."""
@@ -214,19 +213,7 @@ def _interrupt(thread: int, *, resume: bool = False) -> None:
     ptrace.ptrace(ptrace.INTERRUPT, thread)
     if resume:
         ptrace.ptrace(ptrace.CONT, thread)
-    deadline = time.monotonic() + STOP_SECONDS
-    while True:
-        found, status = os.waitpid(thread, ptrace.WALL | os.WNOHANG)
-        if found and not os.WIFSTOPPED(status):
-            raise ProcessLookupError(errno.ESRCH, f"thread {thread} has ended")
-        if found and status >> 16 == ptrace.EVENT_STOP:
-            return
-        if found:  # a signal came first
-            ptrace.ptrace(ptrace.CONT, thread, os.WSTOPSIG(status))
-        elif time.monotonic() >= deadline:
-            raise TimeoutError(errno.ETIMEDOUT, f"thread {thread} does not stop")
-        else:
-            time.sleep(LOOK_SECONDS)
+    ptrace.wait_event_stop(thread, time.monotonic() + STOP_SECONDS)
 
 
 def _make_again(thread: int) -> None:
