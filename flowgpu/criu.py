@@ -292,18 +292,7 @@ class Criu:
 
     def check(self) -> None:
         """Let CRIU check the kernel; CriuMissing with its first complaint."""
-        try:
-            done = subprocess.run(
-                [str(self.program), "check", "--no-default-config", *_user_options()],
-                capture_output=True,
-                text=True,
-                env=_environment(),
-                timeout=CHECK_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            reason = f"`criu check` does not end in {CHECK_SECONDS:.0f} s"
-            raise CriuMissing(reason=reason) from None
+        done = self._checked()
         if done.returncode != 0:
             lines = [line.text for line in criu_log.error_lines(done.stderr)]
             lines = lines or done.stderr.strip().splitlines()
@@ -319,21 +308,22 @@ class Criu:
                 self.check()
 
     def has_feature(self, name: str) -> bool:
-        """Answer of `criu check --feature`."""
-        done = subprocess.run(
-            [
-                str(self.program),
-                "check",
-                "--no-default-config",
-                *_user_options(),
-                "--feature",
-                name,
-            ],
-            capture_output=True,
-            env=_environment(),
-            check=False,
-        )
-        return done.returncode == 0
+        """Answer of `criu check --feature`. Raises CriuMissing where it does not end."""
+        return self._checked("--feature", name).returncode == 0
+
+    def _checked(self, *words: str) -> subprocess.CompletedProcess[str]:
+        try:
+            return subprocess.run(
+                [str(self.program), "check", "--no-default-config", *_user_options(), *words],
+                capture_output=True,
+                text=True,
+                env=_environment(),
+                timeout=CHECK_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            reason = f"`criu check` does not end in {CHECK_SECONDS:.0f} s"
+            raise CriuMissing(reason=reason) from None
 
     def start_dump(
         self,

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from criu_job import COUNTER, StartJob, reap_orphans, restore
 
+from flowgpu import criu as criu_module
 from flowgpu import criu_images, criu_log
 from flowgpu.criu import Criu, CriuRun
 from flowgpu.errors import (
@@ -407,6 +408,19 @@ def test_locate_refuses_an_old_criu_by_version(
 def test_check_passes_here(criu: Criu) -> None:
     criu.check()
     assert criu.has_feature("pagemap_scan") in (True, False)
+
+
+def test_a_check_that_does_not_end_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "criu"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(criu_module, "CHECK_SECONDS", 0.1)
+    criu = Criu(program, (4, 2))
+    for check in (criu.check, lambda: criu.has_feature("compat_cr")):
+        with pytest.raises(CriuMissing, match="does not end"):
+            check()
 
 
 def test_fetched_criu_runs_from_another_folder(criu: Criu, tmp_path: Path) -> None:
