@@ -232,8 +232,9 @@ class Leader:
                     pass
                 case "ask":
                     self._asked += 1
+                    asked = (node, self._streams.get(node), message)
                     threading.Thread(
-                        target=self._answer, args=(node, message), daemon=True, name="request"
+                        target=self._answer, args=asked, daemon=True, name="request"
                     ).start()
                 case "doubt":
                     self._decide(node, Path(message["image"]), message["epoch"])
@@ -353,11 +354,11 @@ class Leader:
 
     # Requests
 
-    def _answer(self, node: int, message: Message) -> None:
+    def _answer(self, node: int, stream: NodeStream | None, message: Message) -> None:
         number = message["number"]
         try:
             options = CheckpointOptions.from_fields(message["options"])
-            result = self._take(options)
+            result = self._take(options, node, stream)
         except FlowError as error:
             self._reply(node, number, error=error.as_dict())
         except Exception as error:
@@ -374,7 +375,9 @@ class Leader:
         with self._changed:
             self._tell(node, "answer", number=number, **fields)
 
-    def _take(self, options: CheckpointOptions) -> dict[str, Any]:
+    def _take(
+        self, options: CheckpointOptions, node: int, stream: NodeStream | None
+    ) -> dict[str, Any]:
         """One checkpoint of all nodes, begun again where processes that come and go disturb it.
 
         Raises FlowError, with the job as it was.
@@ -382,6 +385,7 @@ class Leader:
         began = time.monotonic()
         with self._only_one(options.output):
             self._wait_for_all()
+            self._refuse_without_asker(node, stream)
             check_output(options.output)
             while True:
                 epoch = self._run(options)
@@ -412,6 +416,13 @@ class Leader:
                 if left <= 0 or set(missing) <= self._ended:
                     raise NodesMissing(job=self._job, nodes=", ".join(map(str, missing)))
                 self._changed.wait(left)
+
+    def _refuse_without_asker(self, node: int, stream: NodeStream | None) -> None:
+        """Whose connection has ended was told that this has failed: it is not to be begun then."""
+        with self._changed:
+            if self._streams.get(node) is not stream:
+                reason = f"the connection to node {node}, which has asked, has ended"
+                raise LeaderGone(job=self._job, leader=self._member.leader, reason=reason)
 
     def _run(self, options: CheckpointOptions) -> Epoch:
         """One try."""

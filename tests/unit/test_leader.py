@@ -25,6 +25,7 @@ from flowgpu.node_stream import Message, NodeStream, StreamEnded, dial
 from flowgpu.nodes import Membership, address
 from flowgpu.options import CheckpointOptions
 from tests.patience import SECONDS
+from tests.unit.coordinator_job import wait_for
 
 JOB, SECRET = "train", "what the nodes know"
 MANY = 125
@@ -271,6 +272,26 @@ def test_all_have_to_be_there(job: Job, tmp_path: Path, monkeypatch: pytest.Monk
     assert isinstance(error, errors.NodesMissing)
     assert str(error).endswith("reached: 1.")
     assert not (tmp_path / "image").exists()
+
+
+def test_nothing_is_begun_for_who_was_cut_off_meanwhile(
+    member: Membership, lead: Callable[[Membership], Leader], tmp_path: Path
+) -> None:
+    of_job = Membership(2, 0, member.leader, SECRET)
+    leader, asker = lead(of_job), Node(of_job, 0)
+    asker.say("ask", number=0, options=CheckpointOptions(tmp_path / "image").to_fields())
+    wait_for(lambda: leader._asked, "the request")
+    nodes = [Node(of_job, 0)]
+    nodes[0].wait(lambda message: message["is"] == "welcome" or None)
+    nodes.append(Node(of_job, 1))
+    error = nodes[0].wait(lambda m: m["error"] if m["is"] == "answer" else None)
+    assert error["error"] == "LeaderGone"
+    assert not any(message["is"] == "begin" for node in nodes for message in node.heard)
+    assert not (tmp_path / "image").exists()
+    assert isinstance(nodes[1].ask(tmp_path / "image"), dict)
+    for node in (asker, *nodes):
+        node.stream.close()
+        node.thread.join()
 
 
 def test_a_folder_that_is_not_empty_is_no_place_for_an_image(job: Job, tmp_path: Path) -> None:
