@@ -88,7 +88,8 @@ def set_for_thread(mode, slack):
     done(libc.syscall(238, mode, ctypes.byref(one), 64))  # set_mempolicy
     done(libc.prctl(29, slack, 0, 0, 0))
     done(libc.prctl(33, 1, 1, 0, 0))  # it is told of a failing page early
-    done(libc.prctl(53, 0, 4, 0, 0))  # stores are not bypassed
+    if libc.prctl(52, 0, 0, 0, 0) & 1:  # where the processor lets a process choose
+        done(libc.prctl(53, 0, 4, 0, 0))  # stores are not bypassed
     done(libc.syscall(251, 1, 0, (2 << 13) | 3))  # ioprio_set
     done(libc.personality(0x0040000))  # ADDR_NO_RANDOMIZE
     done(libc.syscall(250, 1, b"flowgpu-test"))  # a session keyring
