@@ -5,6 +5,7 @@
 # BUILD            build folder
 # JOBS             parallel build jobs; half as many again run tests (4 at most)
 # ROUNDS, SEED     how many rounds of the kill storm, and the number of the first
+# GPUS, RANK_JOBS  numbers of ranks to measure, joined by commas, and the jobs: torch_fsdp:6.7b wants four GPUs
 # COUNT            checkpoints of the soak, swaps of each round
 # ENGINE           what the jobs of storm and soak are prepared for: native or replay
 PYTHON ?= python3
@@ -14,6 +15,7 @@ JOBS ?= $(shell nproc)
 PYTEST_ARGS ?=
 ENGINE ?= native
 BENCH_ARGS ?=
+RANK_JOBS ?= gpt2_xl_ddp torch_fsdp:1.3b
 # Where measurements write each row; bench/results has their summaries alone.
 RAW = $(BUILD)/results
 SUM_UP = $(PY) -m bench.summary
@@ -46,7 +48,7 @@ PYTEST = $(PY) -m pytest --timeout 600 $$($(PY) -c 'import xdist' 2> /dev/null &
 PURE := $(addprefix tests/unit/test_,$(addsuffix .py,active bad_image chunk_plans cli_render coordinator_engine digests docs errors failures filling image_chunks image_pages memory minimum phases reliability))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-htcondor setup-kubernetes setup-podman setup-slurm setup-tensorflow build demo test test-condor test-cuts test-drawn test-emulator test-faults test-kubernetes test-measuring test-modimage test-nodes test-pages test-podman test-ranks test-series test-slurm test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu slurm-storm soak soak-gpu swaps swaps-gpu trials trials-gpu record-programs triton-kernels bench bench-emu performance-doc docs lint generate check-generated print-python clean
+.PHONY: help setup setup-htcondor setup-kubernetes setup-podman setup-slurm setup-tensorflow build demo test test-condor test-cuts test-drawn test-emulator test-faults test-kubernetes test-measuring test-modimage test-nodes test-pages test-podman test-ranks test-series test-slurm test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu slurm-storm soak soak-gpu swaps swaps-gpu trials trials-gpu record-programs triton-kernels bench bench-emu bench-ranks bench-stall performance-doc docs lint generate check-generated print-python clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -222,6 +224,18 @@ triton-kernels: $(STAMP) ## Compile the tests' Triton kernels anew, with Triton 
 bench: build ## Measure on the GPU of this machine; a summary goes to bench/results
 	$(PY) bench/bench.py $(BENCH_ARGS)
 	$(PY) -m bench.performance
+
+bench-ranks: build ## Measure RANK_JOBS, ranks of NCCL, on GPUS=1,2,... GPUs (default: 1 and all)
+	@mkdir -p $(RAW)
+	for engine in native replay; do for job in $(RANK_JOBS); do \
+	  $(PY) -m bench.replicas --engine $$engine --job $$job $(if $(GPUS),--ranks $(GPUS)) --left-running any \
+	    --out $(RAW)/replicas.json; $(SUM_UP) $(RAW)/replicas.json; done; done; $(PY) -m bench.performance
+
+bench-stall: build ## Measure what checkpoints cost jobs that go on, and suspend, resume and swap (half an hour)
+	@mkdir -p $(RAW)
+	for job in gpt2 gpt2_xl; do \
+	  $(PY) -m bench.stall --job $$job --out $(RAW)/stall.json && $(SUM_UP) $(RAW)/stall.json; done
+	$(PY) -m bench.suspend --out $(RAW)/suspend.json && $(SUM_UP) $(RAW)/suspend.json && $(PY) -m bench.performance
 
 bench-emu: build ## Measure how fast the emulated GPU runs kernels
 	@mkdir -p $(RAW)

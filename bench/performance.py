@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import plots, report, stall, summary, suspend, tables
+from bench import plots, replicas, report, stall, summary, suspend, tables
 from bench.fit import straight
 from bench.machine import ROOT
 from bench.plots import GIB, TITLES, UNITS, good_runs, growth_points
@@ -44,7 +44,7 @@ median of the runs that succeeded.
 
 
 # Summaries of programs that `make bench` does not run.
-ALONE = ("engine-steps", "stall", "suspend", "shares")
+ALONE = ("engine-steps", "replicas", "stall", "suspend", "shares")
 
 
 def documents(folder: Path = summary.RESULTS) -> list[Document]:
@@ -76,9 +76,13 @@ def _one(document: Document) -> str:
     for title, kind, table in (
         ("What a checkpoint costs a job that goes on", "stall", stall.table),
         ("Suspend, resume and swap", "suspend", suspend.table),
+        ("Ranks that train one model", "replicas", replicas.table),
     ):
         if of := document.get(kind):
-            parts += [f"### {title}", *table(of).split("\n", 1), _measured(of)]
+            parts.append(f"### {title}")
+            # One of suspensions has all its jobs itself.
+            for one in [of] if kind == "suspend" else of["jobs"].values():
+                parts += [*table(one).split("\n", 1), _measured(one)]
     for title, lines, section in (
         ("Each reduction on and off", breakdown_table(document), "breakdown"),
         ("Repeated images", periodic_table(document), "periodic"),

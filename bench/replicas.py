@@ -161,6 +161,15 @@ def show(row: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+HEADING = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
+
+
+def table(document: dict[str, Any]) -> str:
+    """What job it is, and its rows."""
+    rows = "\n".join(map(show, document["rows"]))
+    return f"{document['job']} ({document['gpu']})\n{HEADING}\n{rows}"
+
+
 @contextmanager
 def place(kind: GpuKind, most: int) -> Iterator[Site]:
     """Where jobs of so many ranks run."""
@@ -191,7 +200,7 @@ def main() -> int:
     ranks = [int(word) for word in (options.ranks or f"1,{here}").split(",")]
     document = machine.heading("replicas", machine.of_module("bench.replicas"))
     document |= {"gpu": lane_name(options.gpu, options.engine), "job": options.job, "rows": []}
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    print(HEADING)
     with place(options.gpu, max(ranks)) as site:
         for count in ranks * options.repeats:
             with tempfile.TemporaryDirectory() as folder:

@@ -308,6 +308,13 @@ def _trials(document: Document, before: Document) -> Document:
     return {"programs": programs}
 
 
+def _by_job(document: Document, before: Document) -> Document:
+    """The newest measurement of each job, with the engine where it was asked for."""
+    _, *engine = str(document.get("lane") or document["gpu"]).split(", ")
+    own = {key: value for key, value in document.items() if key not in ("machine", "sha256")}
+    return {"jobs": before.get("jobs", {}) | {", ".join([document["job"], *engine]): own}}
+
+
 def _whole(document: Document, before: Document) -> Document:
     return document
 
@@ -318,8 +325,10 @@ SUMS: dict[str, Callable[[Document, Document], Document]] = {
     "engine-steps": _engine_steps,
     "faults": _faults,
     "kernels": _kernels,
+    "replicas": _by_job,
     "shares": _shares,
     "soak": _soak,
+    "stall": _by_job,
     "storm": _storm,
     "support": _support,
     "trials": _trials,

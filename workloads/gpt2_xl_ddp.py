@@ -22,7 +22,9 @@ DIGEST_EVERY = 10
 def train(options: Options, rank: int, ranks: int) -> None:
     device = _torch.setup(options)
     config = GPT2Config(**SIZES)
-    model = GPT2LMHeadModel(config).to(device)
+    # Ranks that draw so many numbers on the processor, all at once, take minutes.
+    with device:
+        model = GPT2LMHeadModel(config)
     joined = DistributedDataParallel(
         model, device_ids=[options.device], gradient_as_bucket_view=True
     )

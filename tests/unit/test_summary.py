@@ -42,6 +42,24 @@ def support(date: str, **outcomes: tuple[str, str]) -> dict[str, Any]:
     return about | {"driver": "580", "command": "a", "commit": date, "outcomes": outcomes}
 
 
+def test_measurements_of_several_jobs_stand_beside_each_other(tmp_path: Path) -> None:
+    for job, gpu, rows in (
+        ("a", "NVIDIA H200", [1]),
+        ("a", "NVIDIA H200, replay", [2]),
+        ("b", "NVIDIA H200, replay", [3]),
+        ("a", "NVIDIA H200, replay", [4]),
+    ):
+        run = {"kind": "replicas", "gpu": gpu, "job": job, "rows": rows}
+        (tmp_path / "raw.json").write_text(json.dumps(run))
+        path = summary.write(tmp_path / "raw.json", tmp_path / "results")
+    jobs = json.loads(path.read_text())["jobs"]
+    assert {name: of["rows"] for name, of in jobs.items()} == {
+        "a": [1],
+        "a, replay": [4],
+        "b, replay": [3],
+    }
+
+
 def test_a_case_keeps_its_outcome_until_it_is_run_again(tmp_path: Path) -> None:
     runs = [
         support("2026-01-01", one=("round-trips", ""), two=("refused", "why")),
