@@ -5,8 +5,9 @@
     python -m tests.gpu.campaign ... --out DIR --deadline 530 --resume
 
 Each workload first runs without FlowGPU; then under it, dumped to a tmpfs and restored again and
-again, until it is done. It sees one GPU, by CUDA_VISIBLE_DEVICES; `--parallel` of them share one,
-but a heavy one has its GPU to itself, and all must fit into the machine's memory.
+again, until it is done. It sees one GPU, by CUDA_VISIBLE_DEVICES, or as many as it works on;
+`--parallel` of them share one, but a heavy one has its GPUs to itself, and all must fit into the
+machine's memory. `all` are those that work on one GPU.
 
 DIR gets campaign.json, rewritten after each dump, and the logs of what went wrong. With --deadline
 everything is ended then; with --resume a later call does the workloads that were cut off or not
@@ -69,9 +70,9 @@ class Campaign:
         self.began = time.monotonic()
         self._limit = limit
         self._deadline = math.inf if deadline is None else deadline - CLEANUP_SECONDS
-        # The longest first, so that none of them is left over at the end; the heavy ones, which
-        # want an empty GPU, before any other.
-        self._workloads = sorted(workloads, key=lambda w: -int(w.needs["gpu_memory"]))
+        # The longest first, so that none of them is left over at the end; those of several GPUs and
+        # the heavy ones, which want empty GPUs, before any other.
+        self._workloads = sorted(workloads, key=lambda w: (-w.gpus, -int(w.needs["gpu_memory"])))
         self._lock = threading.Lock()
         self.outcomes: dict[str, Outcome] = {}
 
@@ -199,7 +200,8 @@ def row(outcome: Outcome) -> list[str]:
         how: Callable[[list[float]], float],
         unit: float = 1,
     ) -> str:
-        values = [report[key] / unit for report in reports]
+        # A suspension writes no image.
+        values = [report[key] / unit for report in reports if key in report]
         return f"{how(values):.2f}" if values else "-"
 
     state = {True: "yes", False: "NO", None: "-"}[outcome.identical]
@@ -248,6 +250,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--leave-running", action="store_true", help="dump and go on, restore the last image"
     )
     parser.add_argument("--mode", choices=MODE_CHOICES, default=default.mode, help="of all dumps")
+    parser.add_argument("--suspend", action="store_true", help="suspend and resume, do not dump")
+    parser.add_argument("--communicators", choices=("keep", "rebuild"), default="keep")
     parser.add_argument("--engine", choices=("native", "replay"), default="", help="of all dumps")
     parser.add_argument("--prepared", choices=("native", "replay"), default="", help="if another")
     parser.add_argument("--longest-wait", type=float, default=default.longest_wait)
@@ -283,6 +287,8 @@ def main() -> int:
         seed=arguments.seed,
         leave_running=arguments.leave_running,
         mode=arguments.mode,
+        suspend=arguments.suspend,
+        communicators=arguments.communicators,
         engine=arguments.engine,
         prepared=arguments.prepared,
         longest_wait=arguments.longest_wait,

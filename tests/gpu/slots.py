@@ -77,7 +77,8 @@ class Gpu:
 
 
 class Slots:
-    """`parallel` places on each GPU; a heavy workload takes a whole GPU.
+    """`parallel` places on each GPU; a heavy workload takes a whole GPU, and one of several GPUs a
+    place on each.
 
     A workload also takes host memory, of which there are `memory` bytes. One that needs more than
     there is runs when nothing else does.
@@ -99,35 +100,41 @@ class Slots:
         """Bytes of host memory that it may take."""
         needs = workload.needs
         processes = int(needs["processes"]) * PROCESS_MIB[self._kind]
-        return (IMAGES * int(needs["gpu_memory"]) + processes) * MIB
+        return (IMAGES * workload.gpus * int(needs["gpu_memory"]) + processes) * MIB
 
     def take(self, workload: Workload, seconds: float) -> str | None:
-        """The GPU for it, once there is a place; None if there is none in so many seconds."""
+        """Its GPU, or several as CUDA_VISIBLE_DEVICES names them, once there is a place; None if
+        there is none in so many seconds."""
         deadline = time.monotonic() + seconds
         with self._changed:
-            while (gpu := self._place(workload)) is None:
+            while not (gpus := self._place(workload)):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
-            gpu.running.append(workload)
+            for gpu in gpus:
+                gpu.running.append(workload)
             self._taken += self.cost(workload)
-            return gpu.name
+            return ",".join(gpu.name for gpu in gpus)
 
-    def give_back(self, workload: Workload, name: str) -> None:
+    def give_back(self, workload: Workload, names: str) -> None:
         """It has ended."""
         with self._changed:
-            gpu = next(gpu for gpu in self._gpus if gpu.name == name)
-            gpu.running.remove(workload)
+            for gpu in self._gpus:
+                if gpu.name in names.split(","):
+                    gpu.running.remove(workload)
             self._taken -= self.cost(workload)
             self._changed.notify_all()
 
-    def _place(self, workload: Workload) -> Gpu | None:
-        """The GPU with the least to do that has a place for it."""
+    def _place(self, workload: Workload) -> list[Gpu]:
+        """The GPUs with the least to do that have a place for it; none while there are too few."""
         if self._taken and self._taken + self.cost(workload) > self._memory:
-            return None
+            return []
         free = [gpu for gpu in self._gpus if self._has_place(gpu, workload)]
-        return min(free, key=lambda gpu: (len(gpu.running), gpu.load), default=None)
+        free.sort(key=lambda gpu: (len(gpu.running), gpu.load))
+        chosen = free[: workload.gpus]
+        # In the order of the machine: NCCL joins them by their neighbours.
+        return [gpu for gpu in self._gpus if gpu in chosen] if len(chosen) == workload.gpus else []
 
     def _has_place(self, gpu: Gpu, workload: Workload) -> bool:
         if workload.heavy or any(other.heavy for other in gpu.running):

@@ -56,6 +56,23 @@ def test_a_heavy_one_is_alone_on_its_gpu() -> None:
     assert made.take(HEAVY_ONE, 0.0) is None
 
 
+def test_one_of_several_gpus_has_a_place_on_each() -> None:
+    pair = Workload("pair", LIGHT.needs | {"gpus": 2}, {})
+    made = Slots("nvidia", ["0", "1", "2"], 2, PLENTY)
+    assert made.take(LIGHT, 0.0) == "0"
+    assert [made.take(pair, 0.0) for _ in range(3)] == ["1,2", "0,1", None]
+    assert made.take(LIGHT, 0.0) == "2"
+    made.give_back(pair, "0,1")
+    assert [made.take(LIGHT, 0.0) for _ in range(3)] == ["0", "1", None]
+    assert made.take(pair, 0.0) is None
+    # Alone on all of its GPUs, if it is heavy; and it wants memory for the images of each.
+    heavy = Workload("pair", HEAVY_ONE.needs | {"gpus": 2}, {})
+    assert Slots("nvidia", ["0"], 2, PLENTY).take(heavy, 0.0) is None
+    made = Slots("nvidia", ["0", "1"], 2, PLENTY)
+    assert made.cost(heavy) > 2 * HEAVY * 2 * MIB
+    assert [made.take(heavy, 0.0), made.take(LIGHT, 0.0)] == ["0,1", None]
+
+
 def test_images_and_processes_of_all_fit_into_memory() -> None:
     made = Slots("nvidia", ["0", "1"], 8, 24 * GIB)
     each = workload("each", 2048, processes=1)
