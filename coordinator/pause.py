@@ -239,12 +239,12 @@ class Pause(ABC):
         self._engine.refuse(self._group)
 
     def _against_replay(self) -> list[str]:
-        """What speaks against the engine replay: what it cannot save, and what nobody has seen it
-        restore on a GPU where it was not asked for."""
+        """What speaks against the engine replay: what it cannot save, and communicators within this
+        host where it was not asked for. Only it has kept those of several hosts on real GPUs."""
         group = self._group
         found = list(group.refusals(wire.Engine.REPLAY))
         asked_for = "replay" in (self._options.engine, self._job.engine)
-        if not found and not asked_for and group.communicators():
+        if not found and not asked_for and self._others.alone and group.communicators():
             found.append("NCCL's communicators are safer with the driver's own checkpoint")
         return found
 

@@ -597,7 +597,7 @@ class NoTerminal(FlowError):
 
 
 class GpuFull(FlowError):
-    """A GPU of job {job!r} is too full for a checkpoint: {reason}."""
+    """A GPU of job {job!r} is too full: {reason}."""
 
     exit_code = 96
     hint = "The job runs on as before. A checkpoint needs 4 MiB of each GPU free."

@@ -130,6 +130,21 @@ def test_ranks_of_two_nodes_end_as_undisturbed_ones(
     check_end(ranks, expected)
 
 
+@pytest.mark.timeout(300)
+def test_ranks_of_two_nodes_are_saved_by_replay_where_no_engine_was_asked_for(
+    ranks: Nodes, expected: Any, tmp_path: Path
+) -> None:
+    for node in ranks:
+        node.run()
+    for node in ranks:
+        node.wait_more(2)
+    done = ranks.ask("checkpoint", tmp_path / "image", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [report["nodes"][node]["engine"] for node in ("0", "1")] == ["replay"] * 2
+    check_end(ranks, expected)
+
+
 # Ranks of one node that talk to each other over the GPU, and to the others by TCP.
 TWO_A_NODE = """
 import subprocess, sys
