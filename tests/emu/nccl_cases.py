@@ -285,6 +285,9 @@ def a_missing_peer_hangs_the_stream_until_the_communicator_is_aborted(r: Rank) -
         r.nccl.AllReduce(data, data, size(5), 2, SUM, comm, r.stream)
         time.sleep(0.3)
         assert cu.cuStreamQuery(r.stream)[0] == cu.CUresult.CUDA_ERROR_NOT_READY
+        (r.folder / "hung").touch()
+    while not (r.folder / "hung").exists():  # a peer that has ended would be an error
+        time.sleep(0.001)
     r.nccl.CommAbort(comm)
     r.wait()
 
