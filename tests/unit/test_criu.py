@@ -377,15 +377,21 @@ def test_dump_stats_count_the_pages_that_were_written(
     assert 0 < stats.memory_write_s <= stats.frozen_s
 
 
+def criu_that(folder: Path, does: str) -> Path:
+    """A program in the place of CRIU: these lines of a shell script."""
+    program = folder / "criu"
+    program.write_text(f"#!/bin/sh\n{does}\n")
+    program.chmod(0o755)
+    return program
+
+
 def test_preload_and_settings_of_the_caller_do_not_reach_criu(
     criu: Criu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LD_PRELOAD", str(tmp_path / "absent.so"))
     monkeypatch.setenv("CRIU_FAULT", "1")
     shown = tmp_path / "environment"
-    program = tmp_path / "criu"
-    program.write_text(f"#!/bin/sh\nenv > {shown}\necho Version: 9.9\n")
-    program.chmod(0o755)
+    program = criu_that(tmp_path, f"env > {shown}\necho Version: 9.9")
     monkeypatch.setenv("FLOWGPU_CRIU", str(program))
     assert Criu.locate().version == (9, 9)
     assert not re.search("LD_PRELOAD|CRIU_FAULT", shown.read_text())
@@ -394,9 +400,7 @@ def test_preload_and_settings_of_the_caller_do_not_reach_criu(
 def test_locate_refuses_an_old_criu_by_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "criu"
-    program.write_text("#!/bin/sh\necho Version: 3.17.1\n")
-    program.chmod(0o755)
+    program = criu_that(tmp_path, "echo Version: 3.17.1")
     monkeypatch.setenv("FLOWGPU_CRIU", str(program))
     with pytest.raises(CriuMissing, match=r"version 3\.17\.1, version 4\.2 or newer is needed"):
         Criu.locate()
@@ -413,9 +417,7 @@ def test_check_passes_here(criu: Criu) -> None:
 def test_a_check_that_does_not_end_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "criu"
-    program.write_text("#!/bin/sh\nexec sleep 60\n")
-    program.chmod(0o755)
+    program = criu_that(tmp_path, "exec sleep 60")
     monkeypatch.setattr(criu_module, "CHECK_SECONDS", 0.1)
     criu = Criu(program, (4, 2))
     for check in (criu.check, lambda: criu.has_feature("compat_cr")):
