@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from flowgpu import wire
 from flowgpu.probes import libc
 from flowgpu.proctree import fd_targets
+from flowgpu.sockets import NOWHERE, PEEK_BEGINS
 
 SYS_PIDFD_GETFD = 438  # asm/unistd_64.h
 
@@ -63,6 +64,8 @@ def _card(found: socket.socket) -> bytes:
     if (found.family, found.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
         return b""
     try:
+        if found.getsockopt(*PEEK_BEGINS, len(NOWHERE)) != NOWHERE:
+            return b""  # the program's, and a look would move it
         peek = socket.MSG_PEEK | socket.MSG_DONTWAIT
         card, _, flags, _ = found.recvmsg(wire.Header.SIZE, 0, peek)
         header = wire.Header.unpack(card)

@@ -382,9 +382,11 @@ class Criu:
 
         def finish() -> None:
             assert still is not None
-            if survey is not None and (error := looked.exception()) is not None:
-                logger.error("what CRIU does not keep", exc_info=error)
-                survey.not_kept.append(f"what CRIU forgets of the processes ({error})")
+            if survey is not None:
+                if (error := looked.exception()) is not None:
+                    logger.error("what CRIU does not keep", exc_info=error)
+                    survey.not_kept.append(f"what CRIU forgets of the processes ({error})")
+                survey.settle()
             criu_images.forget_standstill(images_dir, still.finish(survey), still.before)
             if leave_running:
                 still.end()

@@ -87,7 +87,7 @@ class Survey:
         self._texts: dict[int, str] = {}  # thread -> the policy of its first mapping
         self._merges: dict[int, bool] = {}
         self._slackless: set[int] = set()  # threads whose timer slack /proc does not tell
-        self._of_sockets: list[Setting] = []
+        self._of_sockets: sockets.Look | None = None
         self._keyring = _own_keyring()
 
     @property
@@ -97,7 +97,7 @@ class Survey:
             Setting(kind, values, text, tuple(sorted(threads)))
             for (kind, values, text), threads in sorted(self._found.items())
         )
-        return (*of_threads, *self._of_sockets)
+        return (*of_threads, *(self._of_sockets.settings if self._of_sockets else ()))
 
     def look(self, pids: Sequence[int]) -> None:
         """Read /proc. CRIU may be at work in the processes."""
@@ -108,9 +108,13 @@ class Survey:
                 pass  # it was killed
             except OSError as error:
                 self.not_kept.append(f"process {pid}: what CRIU forgets of it ({error})")
-        looked = sockets.Look(pids)
-        self._of_sockets = looked.settings
-        self.not_kept += looked.not_kept
+        self._of_sockets = sockets.Look(pids)
+        self.not_kept += self._of_sockets.not_kept
+
+    def settle(self) -> None:
+        """Look again at what CRIU has changed for its work. It has ended, and they stand still."""
+        if self._of_sockets:
+            self._of_sockets.settle()
 
     def _look_at(self, pid: int) -> None:
         folder = PROC / str(pid)

@@ -16,6 +16,7 @@ import struct
 import termios
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from flowgpu import probes
 from flowgpu.image.manifest import Setting
@@ -23,6 +24,9 @@ from flowgpu.proctree import PROC, fd_targets
 
 PIDFD_GETFD = 438  # asm/unistd_64.h
 SOL_IP, SOL_IPV6, SOL_TCP, SOL_UDP, SOL_NETLINK = 0, 41, 6, 17, 270
+PEEK_BEGINS = socket.SOL_SOCKET, 42  # SO_PEEK_OFF of asm-generic/socket.h
+NOWHERE = struct.pack("=i", -1)
+"""The value of PEEK_BEGINS of who has not set it."""
 MOST_BYTES = 16
 """Size of the longest value of an option."""
 
@@ -63,6 +67,7 @@ class Look:
         self.settings: list[Setting] = []
         self.not_kept: list[str] = []
         """What is lost, in words with the process."""
+        self._peeks: list[Setting] = []  # that may be CRIU's
         self._usual: dict[tuple[int, int, int], Values] = {}
         self._deleted: set[tuple[int, int]] = set()  # device and inode of files that are open
         held = [(pid, fd, target) for pid in pids for fd, target in fd_targets(pid)]
@@ -83,6 +88,14 @@ class Look:
                 elif target == "anon_inode:inotify":
                     self._look_at_inotify(pid, fd)
 
+    def settle(self) -> None:
+        """Ask again where a peek begins: CRIU moves that while it reads what waits in a socket, and
+        puts it back before it ends."""
+        for seen in self._peeks:
+            with suppress(OSError), socket_of(seen.threads[0], seen.values[0]) as found:
+                if (value := found.getsockopt(*PEEK_BEGINS, MOST_BYTES)) != NOWHERE:
+                    self.settings.append(replace(seen, text=value.hex()))
+
     def _look_at(self, it: socket.socket, pid: int, fd: int) -> None:
         where = f"the socket as fd {fd}"
         if it.family in INET and it.type == socket.SOCK_STREAM:
@@ -96,8 +109,8 @@ class Look:
         usual = self._usual_of(it)
         for option, value in _options(it):
             if value != usual.get(option, value):
-                values = fd, *option
-                self.settings.append(Setting("socket_option", values, value.hex(), (pid,)))
+                found = self._peeks if option == PEEK_BEGINS else self.settings
+                found.append(Setting("socket_option", (fd, *option), value.hex(), (pid,)))
         if it.family in INET and it.type != socket.SOCK_STREAM:
             level = INET[socket.AddressFamily(it.family)]
             for name, group in _groups(it, level):

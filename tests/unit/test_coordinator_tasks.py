@@ -12,6 +12,7 @@ import threading
 from coordinator import line
 from coordinator.tasks import Task
 from flowgpu import wire
+from flowgpu.sockets import PEEK_BEGINS
 from tests.patience import SECONDS
 
 
@@ -57,3 +58,12 @@ def test_who_calls_while_another_call_waits_calls_by_the_same_end() -> None:
     assert not select.select([far], [], [], 0)[0]
     near.close()
     far.close()
+
+
+def test_who_looks_for_a_card_moves_no_peek_of_the_program() -> None:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far:
+        far.setsockopt(*PEEK_BEGINS, 0)
+        near.send(wire.packet(wire.Message.CALL))
+        assert line.call(os.getpid()) is None
+        assert far.getsockopt(*PEEK_BEGINS) == 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from difflib import unified_diff
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from flowgpu.criu_images import GUARD
 from flowgpu.errors import CriuFailed
 from flowgpu.proctree import is_stopped, resume_tree, task_states, tree_pids
 from flowgpu.settings import Survey
+from flowgpu.sockets import PEEK_BEGINS
 from flowgpu.standstill import Process, Standstill, take_up
 from tests.emu.intercept_lib import compile_program
 from tests.unit.coordinator_job import ROOT, wait_for
@@ -488,3 +490,23 @@ def test_a_survey_that_fails_is_told_of(
     assert survey.not_kept == ["what CRIU forgets of the processes (no such luck)"]
     _goes_on(job)
     assert _changes(before, job) == []
+
+
+def test_where_criu_peeks_is_not_where_the_program_does() -> None:
+    """CRIU reads what waits in a socket by SO_PEEK_OFF, while it is looked at."""
+    survey = Survey()
+    with ExitStack() as stack:
+        usual, peeking = map(stack.enter_context, socket.socketpair(type=socket.SOCK_SEQPACKET))
+        peeking.setsockopt(*PEEK_BEGINS, 3)
+        for it in (usual, peeking):
+            it.setsockopt(*PEEK_BEGINS, it.getsockopt(*PEEK_BEGINS) + 17)
+        survey.look([os.getpid()])
+        for it in (usual, peeking):
+            it.setsockopt(*PEEK_BEGINS, it.getsockopt(*PEEK_BEGINS) - 17)
+        survey.settle()
+        found = {
+            tuple(one.values): one.text
+            for one in survey.settings
+            if one.kind == "socket_option" and one.values[0] in (usual.fileno(), peeking.fileno())
+        }
+        assert found == {(peeking.fileno(), *PEEK_BEGINS): "03000000"}
