@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from flowgpu import criu_images
-from flowgpu.criu_images import SavedMapping
+from flowgpu.host import criu_images
+from flowgpu.host.criu_images import SavedMapping
 
 DRIVER = ("libcuda.so", "libcudadebugger", "libnvidia-")
 FLOWGPU = ("/intercept/libcuda.so", "/libflowgpu_")

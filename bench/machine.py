@@ -13,9 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowgpu import __version__, probes
-from flowgpu.criu import Criu
+from flowgpu import __version__
 from flowgpu.errors import CriuMissing
+from flowgpu.host import probes
+from flowgpu.host.criu import Criu
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("cuda-bindings", "torch", "transformers", "numpy")

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy
 from cuda.bindings import driver as cuda
 
-from flowgpu.native import Arena, Kind, Mode, Mover, Stage, Transfer, digest_count
+from flowgpu.host.native import Arena, Kind, Mode, Mover, Stage, Transfer, digest_count
 
 MIB, GIB = 1 << 20, 1 << 30
 BLOCK = 64 * MIB

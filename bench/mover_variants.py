@@ -27,7 +27,7 @@ import numpy as np
 
 from bench.mover_bench import BLOCK, GIB, MIB, Device, numbers
 from flowgpu import launch
-from flowgpu.native import (
+from flowgpu.host.native import (
     CHUNK_BYTES,
     Arena,
     Kernels,

@@ -24,7 +24,7 @@ from cuda.bindings import driver
 
 from bench.device import check
 from bench.watch import PID_FILE, StepWatch
-from flowgpu.criu import Criu
+from flowgpu.host.criu import Criu
 from tests.gpu.job import last_step, lines_of
 
 LOCK_MILLISECONDS = 20_000

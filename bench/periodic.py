@@ -18,7 +18,7 @@ import numpy
 
 from bench.jobs import Measured
 from bench.units import Unit, measure
-from flowgpu import criu_images
+from flowgpu.host import criu_images
 from flowgpu.image.compression import plain_criu
 from flowgpu.image.reader import Image
 from tests.gpu.job import Job, last_step

@@ -22,6 +22,7 @@ from typing import Any
 import flowgpu
 from coordinator.cut_of_nodes import Order, Part, Word
 from coordinator.epoch import DOUBT_SECONDS, is_committed, take_away
+from coordinator.node_stream import BEAT_SECONDS, Message, NodeStream, StreamEnded, dial
 from coordinator.others import Barrier, Others
 from coordinator.process import alive
 from coordinator.renewal import Ranks
@@ -29,7 +30,6 @@ from coordinator.session import Progress, RunningJob
 from flowgpu import nodes
 from flowgpu.errors import FlowError, JobEnded, LeaderGone, NodesMissing
 from flowgpu.image import job_file, layout
-from flowgpu.node_stream import BEAT_SECONDS, Message, NodeStream, StreamEnded, dial
 from flowgpu.nodes import Membership
 from flowgpu.options import CheckpointOptions
 

@@ -30,20 +30,21 @@ from coordinator.session import (
     RunningJob,
     wanted_gpus,
 )
-from flowgpu import criu_images, memory, timeline, wire
+from flowgpu import timeline, wire
 from flowgpu.errors import (
     CriuUnsupported,
     FlowError,
     ModeUnusable,
     NotEnoughDisk,
 )
+from flowgpu.host import criu_images, memory
+from flowgpu.host.undumpable import undumpable
 from flowgpu.image import compression, layout
 from flowgpu.image.manifest import LEFT_RUNNING, Manifest, Packed
 from flowgpu.image.writer import ImageWriter
 from flowgpu.jobs import JobDir
 from flowgpu.options import CheckpointOptions
 from flowgpu.timeline import COORDINATOR
-from flowgpu.undumpable import undumpable
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)

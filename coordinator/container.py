@@ -53,13 +53,13 @@ from flowgpu.errors import (
     Unsupported,
     words_of,
 )
+from flowgpu.host.prctl import end_with_parent
+from flowgpu.host.proctree import inner_pid, status_numbers, tree_pids
 from flowgpu.image import layout
 from flowgpu.image import manifest as m
 from flowgpu.image.digests import Meter, file_digests
 from flowgpu.jobs import RUNNING, JobDir, start_time
 from flowgpu.options import CheckpointOptions, SuspendOptions
-from flowgpu.prctl import end_with_parent
-from flowgpu.proctree import inner_pid, status_numbers, tree_pids
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)

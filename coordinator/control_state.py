@@ -28,7 +28,6 @@ from coordinator.task_group import TaskGroup
 from coordinator.task_state import Step, TaskState
 from coordinator.tasks import CAN_LEND, Task
 from flowgpu import wire
-from flowgpu.criu import Criu
 from flowgpu.errors import (
     CheckpointSpoilt,
     FlowError,
@@ -36,6 +35,7 @@ from flowgpu.errors import (
     RestoreFailed,
     Unsupported,
 )
+from flowgpu.host.criu import Criu
 from flowgpu.image import manifest as m
 from flowgpu.jobs import is_process, start_time
 from flowgpu.wire import Fault

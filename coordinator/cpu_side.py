@@ -26,17 +26,17 @@ from coordinator.process import kill_tree
 from coordinator.records import copy_log
 from coordinator.session import Shared
 from coordinator.task_group import TaskGroup
-from flowgpu import affinity, criu_images, tcp, tracking
-from flowgpu.criu import Criu, CriuRun
 from flowgpu.errors import CriuFailed, CriuUnsupported, NotEnoughDisk, RegistersInUse
+from flowgpu.host import affinity, criu_images, tcp, tracking
+from flowgpu.host.criu import Criu, CriuRun
+from flowgpu.host.proctree import mapped_for_writing, resume_tree, stopped_pids, tree_pids
+from flowgpu.host.sandbox import Search
+from flowgpu.host.settings import Survey
+from flowgpu.host.tracking import Untrackable
+from flowgpu.host.undumpable import strange_session
 from flowgpu.image.manifest import Affinity, OpenFile, Setting
 from flowgpu.jobs import JobDir
-from flowgpu.proctree import mapped_for_writing, resume_tree, stopped_pids, tree_pids
-from flowgpu.sandbox import Search
-from flowgpu.settings import Survey
 from flowgpu.timeline import CRIU, JOB, STOPPED
-from flowgpu.tracking import Untrackable
-from flowgpu.undumpable import strange_session
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import struct
 import time
 from pathlib import Path
 
-from flowgpu.proctree import fd_targets
+from flowgpu.host.proctree import fd_targets
 
 PASSING, BEGINNING = 0, 1
 """Bytes of the file."""

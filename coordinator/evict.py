@@ -16,8 +16,8 @@ from coordinator.parked import Parked
 from coordinator.phases import Goal, Outcome
 from coordinator.records import GpuSide, libraries
 from coordinator.task_state import TaskState
-from flowgpu import memory
 from flowgpu.errors import EngineUnusable, Suspended
+from flowgpu.host import memory
 
 if TYPE_CHECKING:
     from coordinator.session import RunningJob

@@ -25,9 +25,9 @@ from flowgpu.errors import (
     is_internal,
     words_of,
 )
+from flowgpu.host.pages import PagesUnavailable
 from flowgpu.image.space import is_full
 from flowgpu.options import CheckpointOptions
-from flowgpu.pages import PagesUnavailable
 from flowgpu.render import size as readable
 
 

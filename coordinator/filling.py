@@ -17,7 +17,7 @@ import numpy as np
 
 from coordinator.chunks import CHUNK, U8, U64, FillPlan, Kernels, Numbers, Passed, segments
 from coordinator.mover import CopyJob
-from flowgpu.native import MoverError, Status
+from flowgpu.host.native import MoverError, Status
 
 POISON = 0xF1F1F1F1F1F1F1F1
 """Fills inactive chunks on demand: a program that reads one shows it (it is no number)."""

@@ -12,7 +12,7 @@ import logging
 import os
 from pathlib import Path
 
-from flowgpu.probes import libc
+from flowgpu.host.probes import libc
 
 log = logging.getLogger(__name__)
 

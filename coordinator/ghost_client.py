@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from coordinator.ghost_commands import Answer, Command, Quit, parts_of
 from coordinator.ghost_lines import read_lines, send_line
 from flowgpu import codec
-from flowgpu.proctree import end_before_others, how_ended
+from flowgpu.host.proctree import end_before_others, how_ended
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from coordinator.device import Driver, Gpu
 from coordinator.move_plan import Plan
 from coordinator.mover import CopyJob, Mover
 from coordinator.staging import Staging
-from flowgpu.native import MoverError, Status
+from flowgpu.host.native import MoverError, Status
 from flowgpu.wire import Fault
 
 

@@ -20,9 +20,9 @@ from coordinator.filling import FillJob, Meeting
 from coordinator.ghost_commands import Extent, FillFiles
 from coordinator.ghost_devices import Devices
 from coordinator.mover import CopyJob
+from flowgpu.host.native import MoverError
 from flowgpu.image import layout
 from flowgpu.image.chunks import ChunkTable, decode, whole
-from flowgpu.native import MoverError
 
 
 class Fill:

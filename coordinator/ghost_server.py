@@ -22,8 +22,8 @@ from coordinator.ghost_lines import read_lines, send_line
 from coordinator.mover import NativeMover
 from flowgpu import codec
 from flowgpu.errors import is_internal, words_of
+from flowgpu.host.native import Status
 from flowgpu.image.space import is_full
-from flowgpu.native import Status
 
 LOGGED_SECONDS = 0.01
 

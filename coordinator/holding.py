@@ -22,8 +22,9 @@ from pathlib import Path
 from coordinator.polling import readable
 from coordinator.process import SERVICE_THREAD
 from coordinator.tasks import Task, TaskError
-from flowgpu import ptrace, wire
-from flowgpu.proctree import task_states
+from flowgpu import wire
+from flowgpu.host import ptrace
+from flowgpu.host.proctree import task_states
 from flowgpu.wire import ManagedStep
 
 log = logging.getLogger(__name__)

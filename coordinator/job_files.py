@@ -31,12 +31,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from flowgpu import criu_images
-from flowgpu.criu_images import OpenedFile
 from flowgpu.errors import FilesChanged
+from flowgpu.host import criu_images
+from flowgpu.host.criu_images import OpenedFile
+from flowgpu.host.proctree import file_users
 from flowgpu.image.digests import Meter, Unreadable, file_digests
 from flowgpu.image.manifest import OpenFile
-from flowgpu.proctree import file_users
 
 MOST_NAMED = 20
 DIGEST_SECONDS = 1.0

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from flowgpu.prctl import become_subreaper
+from flowgpu.host.prctl import become_subreaper
 
 MOST_DEATHS, DEATHS_SECONDS = 10, 60.0
 END = struct.Struct("=ii")

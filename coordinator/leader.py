@@ -25,6 +25,7 @@ from typing import Any
 import flowgpu
 from coordinator.cut_of_nodes import Word
 from coordinator.epoch import Epoch, Verdict, is_committed, settle, take_away
+from coordinator.node_stream import BEAT_SECONDS, Message, NodeStream, StreamEnded
 from coordinator.others import Barrier
 from coordinator.phases import UNDO_SECONDS
 from coordinator.reunion import Reunion
@@ -44,7 +45,6 @@ from flowgpu.errors import (
 from flowgpu.image import job_file, layout
 from flowgpu.image.job_file import JobFile, Part
 from flowgpu.image.writer import check_output
-from flowgpu.node_stream import BEAT_SECONDS, Message, NodeStream, StreamEnded
 from flowgpu.nodes import Membership
 from flowgpu.options import CheckpointOptions
 

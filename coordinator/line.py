@@ -13,9 +13,9 @@ import struct
 from collections.abc import Iterator
 
 from flowgpu import wire
-from flowgpu.probes import libc
-from flowgpu.proctree import fd_targets
-from flowgpu.sockets import NOWHERE, PEEK_BEGINS
+from flowgpu.host.probes import libc
+from flowgpu.host.proctree import fd_targets
+from flowgpu.host.sockets import NOWHERE, PEEK_BEGINS
 
 SYS_PIDFD_GETFD = 438  # asm/unistd_64.h
 

@@ -46,12 +46,13 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from coordinator.job_files import named
-from flowgpu import jobs, probes
+from flowgpu import jobs
 from flowgpu.errors import FileNotMade, FilesChanged, Unsupported
+from flowgpu.host import probes
+from flowgpu.host.proctree import PROC, fd_access, fd_targets, file_users, ids
 from flowgpu.image import layout
 from flowgpu.image.manifest import Link, MemoryFile
 from flowgpu.image.space import MEMORY_FILE_SYSTEMS, is_memory
-from flowgpu.proctree import PROC, fd_access, fd_targets, file_users, ids
 
 if TYPE_CHECKING:
     from coordinator.session import RunningJob

@@ -13,7 +13,8 @@ import numpy as np
 from coordinator import faults
 from coordinator.chunks import U8, Catalogue, Kernels, Segments
 from coordinator.move_plan import MIB, Plan
-from flowgpu import launch, native
+from flowgpu import launch
+from flowgpu.host import native
 
 SCRATCH_BYTES = 64 * MIB
 """Device memory for lists of chunks and their digests; less is taken when there is less."""

@@ -10,14 +10,14 @@ from typing import TypeVar
 
 from coordinator.process import alive, orphans, other_client
 from coordinator.session import RunningJob
-from flowgpu import probes, tcp
-from flowgpu.criu import Criu
 from flowgpu.errors import CriuUnsupported, MissingCapability, Unsupported
+from flowgpu.host import probes, tcp
+from flowgpu.host.criu import Criu
+from flowgpu.host.proctree import ExternalPipe, external_pipes, ids, tree_pids
+from flowgpu.host.sandbox import Search
+from flowgpu.host.undumpable import is_32_bit, outside_socket
 from flowgpu.jobs import JobDir
 from flowgpu.launch import emulator_socket
-from flowgpu.proctree import ExternalPipe, external_pipes, ids, tree_pids
-from flowgpu.sandbox import Search
-from flowgpu.undumpable import is_32_bit, outside_socket
 from flowgpu.vocabulary import TcpChoice
 
 PIPE_LOOKS, PIPE_RECHECK_SECONDS = 5, 0.02

@@ -1,4 +1,4 @@
-"""The page server of a checkpoint (flowgpu/pages.py): a help that a checkpoint does without."""
+"""The page server of a checkpoint (flowgpu/host/pages.py), which does without it too."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from flowgpu import criu_images
 from flowgpu.errors import FlowError
-from flowgpu.pages import END_SECONDS, NONE, PageServer, PageStats, PagesUnavailable
+from flowgpu.host import criu_images
+from flowgpu.host.pages import END_SECONDS, NONE, PageServer, PageStats, PagesUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -30,10 +30,11 @@ from coordinator.sampler import Sampler
 from coordinator.session import GhostLink, Progress, RunningJob, Shared, has_room, wanted_gpus
 from coordinator.task_group import TaskGroup
 from coordinator.tasks import DYING_SECONDS, TaskError, is_cut
-from flowgpu import memory, timeline, wire
+from flowgpu import timeline, wire
 from flowgpu.errors import FlowError, JobEnded, JobLost, TaskStopped
+from flowgpu.host import memory
+from flowgpu.host.proctree import is_stopped
 from flowgpu.options import CheckpointOptions
-from flowgpu.proctree import is_stopped
 from flowgpu.timeline import COORDINATOR, JOB, PAUSED, Recorder
 
 log = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from coordinator.keeper import END
 from coordinator.polling import readable
-from flowgpu import proctree
+from flowgpu.host import proctree
+from flowgpu.host.proctree import fd_targets, tree_pids
 from flowgpu.jobs import start_time
 from flowgpu.launch import find_program, fitted_env
-from flowgpu.proctree import fd_targets, tree_pids
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from coordinator.open_files import lacking
 from coordinator.process import service_threads
-from flowgpu import seccomp, unix_sockets
 from flowgpu.errors import TaskStopped
+from flowgpu.host import seccomp, unix_sockets
+from flowgpu.host.proctree import PROC, fd_targets, inner_pid, is_stopped, send
 from flowgpu.jobs import start_time
 from flowgpu.launch import emulator_socket
-from flowgpu.proctree import PROC, fd_targets, inner_pid, is_stopped, send
 
 MOMENT_SECONDS = 1.0
 LOOK_SECONDS, SOON_SECONDS = 0.02, 0.002

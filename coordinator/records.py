@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import flowgpu
 from coordinator import faults
-from flowgpu import addresses, launch, processor, wire
+from flowgpu import launch, wire
+from flowgpu.host import addresses, processor
 from flowgpu.image import layout
 from flowgpu.image import manifest as m
 from flowgpu.image.digests import Meter, ProgressFunction, Unreadable, file_digests

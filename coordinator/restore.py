@@ -35,21 +35,7 @@ from coordinator.refill import Refill, Saved
 from coordinator.session import GhostLink, Progress, RunningJob, Session
 from coordinator.task_state import TaskState
 from coordinator.tasks import TaskError
-from flowgpu import (
-    addresses,
-    affinity,
-    criu_images,
-    criu_view,
-    nodes,
-    probes,
-    processor,
-    stops,
-    tcp,
-    timeline,
-    wire,
-)
-from flowgpu.criu import Criu
-from flowgpu.criu_view import View
+from flowgpu import nodes, timeline, wire
 from flowgpu.errors import (
     CutLeft,
     FileMissing,
@@ -64,7 +50,12 @@ from flowgpu.errors import (
     is_internal,
     words_of,
 )
-from flowgpu.hold import Held
+from flowgpu.host import addresses, affinity, criu_images, criu_view, probes, processor, stops, tcp
+from flowgpu.host.criu import Criu
+from flowgpu.host.criu_view import View
+from flowgpu.host.hold import Held
+from flowgpu.host.proctree import same_path, send, task_socket, tree_pids
+from flowgpu.host.settings import Restorer
 from flowgpu.image import layout
 from flowgpu.image import manifest as m
 from flowgpu.image.compression import plain_criu
@@ -73,8 +64,6 @@ from flowgpu.jobs import JobDir
 from flowgpu.launch import criu_plugins
 from flowgpu.nodes import Membership
 from flowgpu.options import RestoreOptions
-from flowgpu.proctree import same_path, send, task_socket, tree_pids
-from flowgpu.settings import Restorer
 from flowgpu.timeline import COORDINATOR, CRIU, Recorder
 from flowgpu.wire import Fault
 

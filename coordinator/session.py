@@ -24,7 +24,8 @@ from coordinator.output import Output
 from coordinator.plan import Plan
 from coordinator.process import alive
 from coordinator.tasks import Task, TaskChannel, TaskError, is_end
-from flowgpu import pcie, wire
+from flowgpu import wire
+from flowgpu.host import pcie
 from flowgpu.timeline import GHOST, Limit, Recorder
 
 if TYPE_CHECKING:

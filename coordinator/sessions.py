@@ -20,7 +20,6 @@ from coordinator.session import Progress, RunningJob
 from coordinator.steps import Steps
 from coordinator.tickets import Ticket
 from coordinator.warm import WarmGhost
-from flowgpu import memory
 from flowgpu.errors import (
     Busy,
     FlowError,
@@ -32,10 +31,11 @@ from flowgpu.errors import (
     words_of,
 )
 from flowgpu.frequency import KEPT, Costs
+from flowgpu.host import memory
+from flowgpu.host.proctree import stopped_pids
 from flowgpu.jobs import CHECKPOINTING, RUNNING, SUSPENDED, JobDir
 from flowgpu.metrics import counting
 from flowgpu.options import CheckpointOptions, SuspendOptions
-from flowgpu.proctree import stopped_pids
 
 if TYPE_CHECKING:
     from coordinator.agent import Agent, Round

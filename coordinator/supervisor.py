@@ -49,6 +49,7 @@ from flowgpu.errors import (
     StartFailed,
     words_of,
 )
+from flowgpu.host.prctl import become_subreaper, end_with_parent
 from flowgpu.image import layout
 from flowgpu.jobs import (
     DUMPED,
@@ -60,7 +61,6 @@ from flowgpu.jobs import (
 )
 from flowgpu.launch import Spec
 from flowgpu.metrics import counting
-from flowgpu.prctl import become_subreaper, end_with_parent
 
 if TYPE_CHECKING:
     from coordinator.leader import Leader

@@ -23,8 +23,9 @@ from coordinator.phases import Goal, Outcome, Phase
 from coordinator.process import alive
 from coordinator.session import Progress, RunningJob, wanted_gpus
 from coordinator.tasks import DYING_SECONDS
-from flowgpu import memory, wire
+from flowgpu import wire
 from flowgpu.errors import FlowError, GpuFull, NothingToSuspend
+from flowgpu.host import memory
 from flowgpu.jobs import JobDir
 from flowgpu.options import SuspendOptions
 from flowgpu.wire import Fault

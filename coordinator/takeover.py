@@ -32,11 +32,12 @@ from coordinator.process import alive, children, kill_tree, serves
 from coordinator.session import GhostLink, RunningJob, Session
 from coordinator.task_state import TaskState
 from coordinator.tasks import NEEDS_OPEN, Task, TaskError
-from flowgpu import jobs, nccl, standstill, tcp
+from flowgpu import jobs, nccl
 from flowgpu.errors import FlowError, JobLost, words_of
+from flowgpu.host import standstill, tcp
+from flowgpu.host.proctree import arguments, resume_tree, stopped_pids, tree_pids
 from flowgpu.image import layout, space
 from flowgpu.image.manifest import Manifest
-from flowgpu.proctree import arguments, resume_tree, stopped_pids, tree_pids
 
 if TYPE_CHECKING:
     from coordinator.agent import Agent

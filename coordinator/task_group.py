@@ -43,8 +43,8 @@ from coordinator.task_state import BEHIND_GATE, Step, TaskState
 from coordinator.tasks import Task, TaskError, has_ended, is_end
 from flowgpu import nccl, wire
 from flowgpu.errors import OtherVersion, SharedOutside, Unreachable, Unsupported
+from flowgpu.host.proctree import ids, tree_pids
 from flowgpu.jobs import start_time
-from flowgpu.proctree import ids, tree_pids
 from flowgpu.timeline import COORDINATOR, of_task
 from flowgpu.wire import Fault
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from flowgpu import criu_images
 from flowgpu.errors import FileMissing
+from flowgpu.host import criu_images
+from flowgpu.host.settings import WATCHED_FOLDER
 from flowgpu.image.manifest import Setting
 from flowgpu.image.space import is_memory
-from flowgpu.settings import WATCHED_FOLDER
 
 
 def folders(images: Path, root: int) -> Iterator[Setting]:

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from flowgpu import launch, probes
-from flowgpu.criu import Criu
+from flowgpu import launch
 from flowgpu.errors import CriuMissing, NotBuilt
+from flowgpu.host import probes
+from flowgpu.host.criu import Criu
 
 Status = Literal["ok", "warn", "fail"]
 THP = Path("/sys/kernel/mm/transparent_hugepage")

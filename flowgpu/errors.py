@@ -114,6 +114,7 @@ class InternalError(FlowError):
 
 
 PACKAGES = ("flowgpu", "coordinator")
+FOLDERS = {Path(__file__).resolve().parents[1] / package for package in PACKAGES}
 
 
 def is_internal(error: BaseException) -> bool:
@@ -130,7 +131,7 @@ def words_of(error: BaseException) -> str:
     if not is_internal(error):
         return said or type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if Path(frame.filename).parent.name in PACKAGES] or frames
+    ours = [frame for frame in frames if FOLDERS & set(Path(frame.filename).parents)] or frames
     place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "nowhere"
     return f"{type(error).__name__}{said and f': {said}'} ({place})"
 

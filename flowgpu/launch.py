@@ -29,8 +29,8 @@ variable                in a task of the job                       in the ghost
 and reads three from the user: `FLOWGPU_LIB`, another folder of native libraries,
 `FLOWGPU_RUNTIME_DIR` (flowgpu/jobs.py) and `FLOWGPU_JOIN` (flowgpu/nodes.py). Task variables stay
 in the image, so a restored job finds its sockets again because its directory is made under the same
-id. CRIU's are in flowgpu/criu.py. A task that starts a program hands them on, also where it has
-changed or cleaned the environment (native/exec), unless that names another job or none.
+id. CRIU's are in flowgpu/host/criu.py. A task that starts a program hands them on, also where it
+has changed or cleaned the environment (native/exec), unless that names another job or none.
 
 The emulated device's daemon is started here, before the job: as a child of a task it would be in
 the tree that CRIU dumps.

@@ -13,7 +13,7 @@ import os
 import stat
 from pathlib import Path
 
-from flowgpu.probes import libc
+from flowgpu.host.probes import libc
 
 CLONE_NEWNS = 0x00020000
 MS_BIND, MS_REC, MS_SLAVE = 0x1000, 0x4000, 0x80000

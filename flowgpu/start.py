@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from flowgpu import processor
 from flowgpu.client import (
     Connection,
     Event,
@@ -32,6 +31,7 @@ from flowgpu.errors import (
     ProcessorMismatch,
     StartFailed,
 )
+from flowgpu.host import processor
 from flowgpu.inherited import WITH_OWN_ID, is_listening
 from flowgpu.jobs import (
     DUMPED,
@@ -466,7 +466,7 @@ def kill_lost(directory: JobDir, signum: int, since: int = 0) -> bool:
 
 
 def _left(directory: JobDir, since: int) -> list[int]:
-    from flowgpu.proctree import pids_of_job, tree_pids
+    from flowgpu.host.proctree import pids_of_job, tree_pids
 
     job = directory.read()
     found = tree_pids(job.root_pid) if is_process(job.root_pid, job.root_start) else []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu.criu import Criu
+from flowgpu.host.criu import Criu
 from tests.gpu import shared
 
 

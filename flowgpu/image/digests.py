@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from flowgpu import native
 from flowgpu.errors import NotBuilt
+from flowgpu.host import native
 from flowgpu.image import layout
 
 ProgressFunction = Callable[[Mapping[str, Any]], None]

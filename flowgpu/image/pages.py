@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flowgpu import criu_images
 from flowgpu.errors import FlowError, ImageDamaged
+from flowgpu.host import criu_images
 from flowgpu.image import layout, page_tables
 from flowgpu.image.digests import Meter, Unreadable, file_digests, workers
 from flowgpu.image.manifest import Assembled

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from flowgpu.proctree import status_numbers
+from flowgpu.host.proctree import status_numbers
 
 # linux/prctl.h, linux/capability.h
 PR_SET_DUMPABLE = 4

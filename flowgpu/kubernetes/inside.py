@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from flowgpu.errors import FlowError, all_errors
+from flowgpu.host.probes import libc
 from flowgpu.jobs import LIVE_STATES, start_time
 from flowgpu.kubernetes import enter
-from flowgpu.probes import libc
 
 PROC = Path("/proc")
 SYS_OPENAT2, RESOLVE_IN_ROOT = 437, 0x10  # linux/openat2.h

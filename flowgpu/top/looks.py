@@ -14,6 +14,7 @@ from typing import Any
 
 from flowgpu import saving, timeline
 from flowgpu.errors import FlowError
+from flowgpu.host.proctree import tree_pids
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
 from flowgpu.jobs import (
@@ -28,7 +29,6 @@ from flowgpu.jobs import (
     is_process,
 )
 from flowgpu.metrics import Counts, StoreFacts, look
-from flowgpu.proctree import tree_pids
 from flowgpu.render import age, seconds, size
 from flowgpu.saving import Saving
 from flowgpu.timeline import Operation

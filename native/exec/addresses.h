@@ -3,7 +3,7 @@
 //
 // Programs go on with what they know: what they connect, bind and send to is translated, and what
 // they are told of sockets is translated back. The coordinator writes the table while all is
-// stopped (flowgpu/addresses.py). Until then it is empty, and a call looks at its count alone.
+// stopped (flowgpu/host/addresses.py). Until then it is empty, and a call looks at its count alone.
 //
 // Rules: those of kept.h.
 #ifndef FLOWGPU_EXEC_ADDRESSES_H

@@ -1,7 +1,7 @@
 // Preloaded into CRIU. What CRIU asks the kernel at each start it keeps in /run/criu.kdat, but only
 // where that is a tmpfs, so that no answer outlives the kernel that gave it. Elsewhere, as in many
 // containers, the questions take 0.1 to 0.3 s of each dump and restore: there the file is kept in
-// the folder FLOWGPU_CRIU_MEMORY, that flowgpu/criu.py has made on a tmpfs.
+// the folder FLOWGPU_CRIU_MEMORY, that flowgpu/host/criu.py has made on a tmpfs.
 //
 // Where FLOWGPU_PAGES_ARE_EARLY is set, pages of tracked memory that were not written since their
 // last copy (tracked.h) are hidden from CRIU, which takes them for pages that the process does not

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flowgpu.proctree import arguments
+from flowgpu.host.proctree import arguments
 from tests.ordinary_user import FLOWGPU, HERE, ROOT, here
 from tests.unit.coordinator_job import wait_for
 

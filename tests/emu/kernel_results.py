@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine
-from flowgpu import probes
+from flowgpu.host import probes
 
 OUT = "FLOWGPU_KERNELS_OUT"
 LANES = {"emulated": "not gpu", "nvidia": "gpu"}  # and the tests of each, for pytest's -m

@@ -17,7 +17,7 @@ from cuda.bindings import driver as cu
 
 from coordinator.device import loaded_libcuda
 from flowgpu import launch
-from flowgpu.native import (
+from flowgpu.host.native import (
     Arena,
     Catalogue,
     Kernels,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu import processor
 from flowgpu.errors import RegistersInUse
+from flowgpu.host import processor
 from tests.emu.intercept_lib import compile_program
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, flowgpu, runtime_dir
 from tests.unit.coordinator_job import wait_for

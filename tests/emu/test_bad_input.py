@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from flowgpu import criu_view, launch
+from flowgpu import launch
+from flowgpu.host import criu_view
 from flowgpu.jobs import Registry
 from tests.emu.bad_input_cases import CASES, FLOWGPU, OWN, Case, World, build_own
 from tests.emu.test_cli_end_to_end import counting, flowgpu, read_lines, runtime_dir, started, until

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu.criu import Criu
+from flowgpu.host.criu import Criu
 from flowgpu.image import space
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store

@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flowgpu import ptrace
-from flowgpu.criu import Criu
 from flowgpu.errors import FlowError
-from flowgpu.proctree import status_numbers
+from flowgpu.host import ptrace
+from flowgpu.host.criu import Criu
+from flowgpu.host.proctree import status_numbers
 from tests.emu.driver_lib import CALLER
 from tests.emu.test_driver import ROOT, device_environment
 from tests.patience import SECONDS

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flowgpu import errors
-from flowgpu.proctree import PROC
+from flowgpu.host.proctree import PROC
 from tests.emu.test_cli_end_to_end import (
     flowgpu,
     name,

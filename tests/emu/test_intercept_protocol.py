@@ -15,7 +15,7 @@ import pytest
 
 from coordinator.process import service_threads
 from flowgpu import wire
-from flowgpu.sockets import PIDFD_GETFD
+from flowgpu.host.sockets import PIDFD_GETFD
 from flowgpu.wire import GateState, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import ROOM_BYTES, WINDOW, Connection, Coordinator, Ghost, Program

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from flowgpu import errors
-from flowgpu.criu import Criu
+from flowgpu.host.criu import Criu
 from flowgpu.image import layout
 from flowgpu.image.manifest import Manifest
 from flowgpu.jobs import Registry

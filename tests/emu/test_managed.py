@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from flowgpu import errors
+from flowgpu.host.proctree import is_stopped
 from flowgpu.jobs import Registry
 from flowgpu.launch import emulated_driver
-from flowgpu.proctree import is_stopped
 from tests.emu.intercept_lib import compile_program
 from tests.emu.test_checkpoint import (
     FLOWGPU,

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from flowgpu import errors, memory
+from flowgpu import errors
+from flowgpu.host import memory
 from flowgpu.image.reader import Image
 from flowgpu.jobs import RUNNING, Registry
 from tests.emu.test_checkpoint import (

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from flowgpu.errors import PeerIsIdle, TopologyMismatch, Unsupported
+from flowgpu.host.proctree import tree_pids
 from flowgpu.image.reader import Image
 from flowgpu.jobs import Registry
 from flowgpu.launch import emulated_driver
-from flowgpu.proctree import tree_pids
 from tests.emu import test_checkpoint
 from tests.emu.nccl_cuts import undisturbed
 from tests.emu.test_checkpoint import Run, flowgpu

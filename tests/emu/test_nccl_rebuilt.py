@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from flowgpu.errors import SharedOutside, Unsupported
+from flowgpu.host.proctree import is_stopped, tree_pids
 from flowgpu.image.reader import Image
 from flowgpu.jobs import Registry
-from flowgpu.proctree import is_stopped, tree_pids
 from tests.emu import test_checkpoint, test_nccl_checkpoint
 from tests.emu.test_checkpoint import Run, flowgpu
 from tests.emu.test_nccl_checkpoint import (

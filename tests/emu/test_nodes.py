@@ -24,11 +24,11 @@ from pathlib import Path
 import pytest
 
 from flowgpu import errors
+from flowgpu.host.proctree import task_states
 from flowgpu.image.job_file import JOB_FILE, JobFile
 from flowgpu.image.layout import MANIFEST
 from flowgpu.jobs import LIVE_STATES, Job, Registry
 from flowgpu.launch import GpuKind, emulator_socket
-from flowgpu.proctree import task_states
 from flowgpu.start import kill_coordinator, kill_lost
 from tests.emu.node_program import expected
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, end_emulator

@@ -14,7 +14,7 @@ import pytest
 
 from flowgpu import errors
 from flowgpu.errors import DUMPED_EXIT
-from flowgpu.probes import bounding_set_is_full
+from flowgpu.host.probes import bounding_set_is_full
 from tests.emu.test_checkpoint import SECONDS, STEP_DELAY, STEPS, end_emulator
 from tests.ordinary_user import FLOWGPU, RIGHTS, USER, as_user, missing, workload
 from tests.unit.coordinator_job import wait_for

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from flowgpu import sandbox
 from flowgpu.errors import DUMPED_EXIT, FileMissing, Unsupported
+from flowgpu.host import sandbox
 from flowgpu.image.reader import Image
 from tests.emu.gpu_job import GPU
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, flowgpu

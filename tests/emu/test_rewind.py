@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu.criu import Criu
+from flowgpu.host.criu import Criu
 from tests.emu.driver_cases import REWINDING
 from tests.emu.forks import Forks
 from tests.emu.test_driver import ROOT, cases, device_environment, nothing_is_left, passes

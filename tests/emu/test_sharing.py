@@ -15,10 +15,10 @@ import pytest
 
 from flowgpu.client import Connection, what_became
 from flowgpu.errors import CoordinatorGone, CoordinatorReplaced, SharedOutside
+from flowgpu.host.proctree import tree_pids
 from flowgpu.image.reader import Image
 from flowgpu.jobs import Registry
 from flowgpu.launch import EngineChoice
-from flowgpu.proctree import tree_pids
 from tests.emu import test_checkpoint
 from tests.emu.test_checkpoint import (
     Run,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from flowgpu import launch
-from flowgpu.criu import Criu
 from flowgpu.errors import DUMPED_EXIT, CriuUnsupported, Unsupported
+from flowgpu.host.criu import Criu
 from tests.emu.intercept_lib import compile_program
 from tests.gpu.site import Site
 from tests.patience import SECONDS

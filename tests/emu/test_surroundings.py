@@ -22,8 +22,8 @@ from flowgpu.errors import (
     WorkingFolderGone,
     all_errors,
 )
+from flowgpu.host.proctree import fd_targets
 from flowgpu.launch import emulated_driver
-from flowgpu.proctree import fd_targets
 from tests.emu.intercept_lib import compile_program
 from tests.emu.test_cli_end_to_end import (
     FLOWGPU,

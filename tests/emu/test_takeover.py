@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from flowgpu import ptrace
 from flowgpu.client import Connection, what_became
-from flowgpu.criu import Criu
 from flowgpu.errors import CoordinatorGone, CoordinatorReplaced, CriuFailed, FlowError, JobLost
+from flowgpu.host import ptrace
+from flowgpu.host.criu import Criu
 from flowgpu.image.reader import Image
 from flowgpu.jobs import Job, Registry, start_time
 from flowgpu.launch import EngineChoice

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu.criu import Criu
+from flowgpu.host.criu import Criu
 from flowgpu.jobs import Registry
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, Run, emulated_machine, flowgpu
 from tests.patience import SECONDS

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from flowgpu.errors import AddressSpaceLimited, TaskStopped, Unreachable
+from flowgpu.host.proctree import is_stopped
 from flowgpu.jobs import Registry
-from flowgpu.proctree import is_stopped
 from tests.emu.gpu_job import GPU, said_across_a_restore, said_with_a_checkpoint_between
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, flowgpu, runs, runtime_dir
 from tests.emu.test_takeover import kill_coordinator

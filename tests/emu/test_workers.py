@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from flowgpu.host.proctree import children, is_stopped
 from flowgpu.image.reader import Image
 from flowgpu.jobs import Registry, start_time
-from flowgpu.proctree import children, is_stopped
 from tests.emu.test_checkpoint import ROOT, Run, flowgpu, runs, runtime_dir
 from tests.unit.coordinator_job import wait_for
 

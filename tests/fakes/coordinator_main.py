@@ -36,7 +36,8 @@ import coordinator
 from coordinator import faults, ghost_client, supervisor
 from coordinator.keeper import Kept, keep
 from coordinator.supervisor import Supervisor
-from flowgpu import launch, ptrace, sandbox
+from flowgpu import launch
+from flowgpu.host import ptrace, sandbox
 from flowgpu.launch import Spec
 from tests.fakes import ghost
 

@@ -25,8 +25,8 @@ from coordinator.faults import check_write
 from coordinator.ghost import GhostProgram
 from coordinator.ghost_server import serve
 from coordinator.move_plan import Plan
+from flowgpu.host.native import MoverError, Status
 from flowgpu.image.digests import chunk_digests
-from flowgpu.native import MoverError, Status
 from flowgpu.wire import Fault
 
 MEMORY = 1 << 30

@@ -17,12 +17,12 @@ import psutil
 
 from coordinator.faults import HALTS
 from coordinator.process import alive
-from flowgpu import unix_sockets
 from flowgpu.errors import Busy, CoordinatorGone, FlowError
+from flowgpu.host import unix_sockets
+from flowgpu.host.proctree import fd_targets, tree_pids
 from flowgpu.image.reader import Image
 from flowgpu.jobs import EXITED, LOST, RUNNING, Job
 from flowgpu.launch import emulator_socket
-from flowgpu.proctree import fd_targets, tree_pids
 from flowgpu.start import end_started
 from flowgpu.wire import Fault
 from tests.faults.halts import LOOK_SECONDS, Disk, Second, halted, kill

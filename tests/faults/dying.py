@@ -26,7 +26,7 @@ def die(*_: Any) -> None:
 
 def coordinate_and_die(text: bytes, kept: Kept) -> int:
     from coordinator import bringup, cpu_side, custody
-    from flowgpu import standstill
+    from flowgpu.host import standstill
 
     with open(os.path.join(json.loads(text)["job_dir"], "coordinators"), "a") as count:
         number = count.tell()

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from flowgpu.client import Connection
 from flowgpu.errors import FlowError
+from flowgpu.host.proctree import task_states
 from flowgpu.jobs import JobDir
-from flowgpu.proctree import task_states
 from tests.unit.coordinator_job import SECONDS
 
 LOOK_SECONDS = 0.002

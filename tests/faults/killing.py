@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.process import EMULATED_DEVICE, alive
-from flowgpu.proctree import arguments, children
+from flowgpu.host.proctree import arguments, children
 from tests.unit.coordinator_job import FAKES
 
 LOOK_SECONDS = 0.004

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flowgpu import launch, probes
+from flowgpu import launch
+from flowgpu.host import probes
 from flowgpu.jobs import JobDir, Registry
 from flowgpu.launch import EngineChoice, GpuKind
 from tests.emu.test_checkpoint import end_emulator

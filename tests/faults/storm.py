@@ -34,9 +34,9 @@ from coordinator.process import alive, reap
 from flowgpu import errors, jobs, launch
 from flowgpu.client import Connection
 from flowgpu.errors import FlowError
+from flowgpu.host.prctl import become_subreaper
+from flowgpu.host.proctree import fd_targets, task_states
 from flowgpu.image.reader import Image
-from flowgpu.prctl import become_subreaper
-from flowgpu.proctree import fd_targets, task_states
 from tests.faults.case import Wrong, check_state, descriptors, must
 from tests.faults.killing import Target, below, children, kind_of, lifetimes, program, running
 from tests.faults.lanes import ON_A_GPU, lane_name

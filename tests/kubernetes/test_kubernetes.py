@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from flowgpu.errors import DUMPED_EXIT
+from flowgpu.host.proctree import inner_pid, tree_pids
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
 from flowgpu.kubernetes import AT_TAINT, LAST_BYTES, LAST_TIME, NOTED, VOLCANO_LAST_TIME, enter
-from flowgpu.proctree import inner_pid, tree_pids
 from tests.emu.test_checkpoint import (
     ROOT,
     SECONDS,

@@ -11,7 +11,7 @@ import tarfile
 import uuid
 from pathlib import Path
 
-from flowgpu.criu import Criu
+from flowgpu.host.criu import Criu
 from tests.emu.test_checkpoint import ROOT, SECONDS
 from tests.unit.coordinator_job import wait_for
 

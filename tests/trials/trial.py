@@ -35,8 +35,8 @@ from importlib import import_module
 from pathlib import Path
 
 from flowgpu import start
-from flowgpu.criu import memory_folder
 from flowgpu.errors import DUMPED_EXIT, all_errors
+from flowgpu.host.criu import memory_folder
 from tests.gpu.site import ROOT, Call, Site, Trouble
 from tests.patience import SECONDS
 from tests.trials.prelude import LEFT, PROGRAMS, SAME, TOLD, Here, Program, words

@@ -13,7 +13,7 @@ from criu_job import Job, StartJob
 from hypothesis import HealthCheck, settings
 from mover_lib import CONTEXT, FAKES, PIECE, mounted_tmpfs
 
-from flowgpu.native import Arena, Kernels, Mover
+from flowgpu.host.native import Arena, Kernels, Mover
 from tests.unit.coordinator_job import Jobs
 
 # On a busy machine any example may wait for a processor, and so may what draws them.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from coordinator.process import kill_tree
-from flowgpu.criu import Criu
+from flowgpu.host.criu import Criu
 from flowgpu.launch import library_dir
 from tests.patience import SECONDS
 

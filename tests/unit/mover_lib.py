@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy
 import xxhash
 
-from flowgpu.native import CHUNK_BYTES, Arena, Kind, Mode, Stage, Transfer, digest_count
+from flowgpu.host.native import CHUNK_BYTES, Arena, Kind, Mode, Stage, Transfer, digest_count
 from tests.patience import SECONDS
 
 CONTEXT = 0xC0FFEE

@@ -12,7 +12,7 @@ import criu_entries
 import numpy as np
 import zstandard
 
-from flowgpu import criu_images
+from flowgpu.host import criu_images
 from flowgpu.image import compression, layout
 from flowgpu.image.chunks import Kind, encode
 from flowgpu.image.digests import chunk_digests

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu import addresses, launch
-from flowgpu.addresses import Choice, Moves, agree, choose
+from flowgpu import launch
+from flowgpu.host import addresses
+from flowgpu.host.addresses import Choice, Moves, agree, choose
 from flowgpu.image.manifest import Address
 from tests.patience import SECONDS
 

@@ -19,9 +19,9 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flowgpu import criu_images
 from flowgpu.cli import main
 from flowgpu.errors import ImageDamaged, ImageVersion
+from flowgpu.host import criu_images
 from flowgpu.image import chunks, inspect, layout, page_tables
 from flowgpu.image.manifest import Manifest
 from flowgpu.image.reader import Image, verify

@@ -20,7 +20,7 @@ from coordinator.session import Session
 from coordinator.task_state import TaskState
 from coordinator.tasks import TaskError
 from flowgpu import wire
-from flowgpu.proctree import is_stopped, send
+from flowgpu.host.proctree import is_stopped, send
 from flowgpu.wire import Message, Status
 from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for

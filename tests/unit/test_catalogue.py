@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowgpu.native import Catalogue, Mover, MoverError, Status
+from flowgpu.host.native import Catalogue, Mover, MoverError, Status
 
 
 @pytest.fixture

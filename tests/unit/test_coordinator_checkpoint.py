@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu.criu import Criu
 from flowgpu.errors import (
     Busy,
     CheckpointFailed,
@@ -30,6 +29,7 @@ from flowgpu.errors import (
     PidTaken,
     Unsupported,
 )
+from flowgpu.host.criu import Criu
 from flowgpu.image.reader import Image
 from flowgpu.launch import answers
 from flowgpu.start import kill_coordinator

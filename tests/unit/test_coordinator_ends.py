@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from flowgpu.errors import CoordinatorReplaced
+from flowgpu.host.proctree import is_stopped
 from flowgpu.image.reader import Image
 from flowgpu.launch import EngineChoice
-from flowgpu.proctree import is_stopped
 from tests.unit.coordinator_job import FAKES, Jobs, Running, wait_for
 
 TASK = [sys.executable, str(FAKES / "task.py"), "3"]

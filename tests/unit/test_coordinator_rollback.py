@@ -18,8 +18,8 @@ import pytest
 
 from coordinator.phases import UNDO_SECONDS
 from flowgpu.errors import CheckpointFailed, CheckpointTimeout, FlowError, TaskStopped
+from flowgpu.host.proctree import is_stopped
 from flowgpu.image.reader import Image
-from flowgpu.proctree import is_stopped
 from flowgpu.wire import Fault
 from tests.unit.coordinator_job import FAKES, Jobs, children_like, wait_for
 

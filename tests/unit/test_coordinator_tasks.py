@@ -12,7 +12,7 @@ import threading
 from coordinator import line
 from coordinator.tasks import Task
 from flowgpu import wire
-from flowgpu.sockets import PEEK_BEGINS
+from flowgpu.host.sockets import PEEK_BEGINS
 from tests.patience import SECONDS
 
 

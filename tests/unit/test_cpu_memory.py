@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench.cpu_memory import HANDLES, by_owner, of_image, owner
-from flowgpu import criu_images
-from flowgpu.criu import Criu
-from flowgpu.criu_images import SavedMapping
+from flowgpu.host import criu_images
+from flowgpu.host.criu import Criu
+from flowgpu.host.criu_images import SavedMapping
 from tests.unit.criu_job import COUNTER, Job
 
 PAGE = mmap.PAGESIZE

@@ -18,18 +18,18 @@ from pathlib import Path
 import pytest
 from criu_job import COUNTER, StartJob, reap_orphans, restore
 
-from flowgpu import criu as criu_module
-from flowgpu import criu_images, criu_log
-from flowgpu.criu import Criu, CriuRun
 from flowgpu.errors import (
     CriuFailed,
     CriuMissing,
     CriuTimeout,
     MissingCapability,
 )
+from flowgpu.host import criu as criu_module
+from flowgpu.host import criu_images, criu_log
+from flowgpu.host.criu import Criu, CriuRun
+from flowgpu.host.prctl import become_subreaper
+from flowgpu.host.proctree import resume_tree, task_states, tree_pids
 from flowgpu.jobs import start_time
-from flowgpu.prctl import become_subreaper
-from flowgpu.proctree import resume_tree, task_states, tree_pids
 from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
 
@@ -155,8 +155,8 @@ for line in os.fdopen(r):
 SHELL_JOB = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from flowgpu import criu_images
-from flowgpu.criu import Criu
+from flowgpu.host import criu_images
+from flowgpu.host.criu import Criu
 
 criu, images = Criu.locate(), Path(sys.argv[1])
 code = "import time\\nwhile True: time.sleep(0.01)"
@@ -220,7 +220,7 @@ def test_cancelled_dump_leaves_the_job_running_at_whatever_moment(
 def test_cancelled_dump_that_hangs_is_killed(
     criu: Criu, start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowgpu.criu._FAIL_SECONDS", 0.2)
+    monkeypatch.setattr("flowgpu.host.criu._FAIL_SECONDS", 0.2)
     job = start()
     job.number()
     run = criu.start_dump(job.pid, tmp_path)

@@ -18,10 +18,6 @@ import criu_entries
 import pytest
 from criu_job import StartJob, reap_orphans, restore, taken
 
-from flowgpu import criu as criu_module
-from flowgpu import criu_images, tcp
-from flowgpu.criu import Criu
-from flowgpu.criu_images import OpenedFile
 from flowgpu.errors import (
     CriuFailed,
     CriuUnsupported,
@@ -30,8 +26,12 @@ from flowgpu.errors import (
     ImageDamaged,
     PidTaken,
 )
-from flowgpu.probes import libc
-from flowgpu.proctree import external_pipes, ids_in_use, resume_tree, task_states
+from flowgpu.host import criu as criu_module
+from flowgpu.host import criu_images, tcp
+from flowgpu.host.criu import Criu
+from flowgpu.host.criu_images import OpenedFile
+from flowgpu.host.probes import libc
+from flowgpu.host.proctree import external_pipes, ids_in_use, resume_tree, task_states
 from tests.unit.coordinator_job import wait_for
 
 

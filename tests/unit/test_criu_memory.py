@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from criu_job import Job, restore
 
-from flowgpu import criu as criu_module
-from flowgpu.criu import Criu
+from flowgpu.host import criu as criu_module
+from flowgpu.host.criu import Criu
 
 
 @pytest.fixture

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 from criu_job import Job, restore
 
-from flowgpu import launch, processor
-from flowgpu.criu import Criu
+from flowgpu import launch
 from flowgpu.errors import CriuFailed, CriuMissing
+from flowgpu.host import processor
+from flowgpu.host.criu import Criu
 
 FUSE = os.makedev(10, 229)  # of a kind that CRIU does not know; poll() says POLLERR
 # Says for ever what became of the descriptor that it has opened, and of its copy in a child.

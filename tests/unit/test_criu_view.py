@@ -20,13 +20,14 @@ from criu_job import Job
 from criu_view_jobs import FORKED, KINDS, MEMORY, ON_BUFFER, RESERVATIONS, RESERVE
 
 from coordinator.restore import Restore
-from flowgpu import criu_images, criu_view, launch
-from flowgpu.criu import Criu
-from flowgpu.criu_view import FillFailed, View
+from flowgpu import launch
 from flowgpu.errors import CriuFailed, RestoreFailed
+from flowgpu.host import criu_images, criu_view
+from flowgpu.host.criu import Criu
+from flowgpu.host.criu_view import FillFailed, View
+from flowgpu.host.prctl import become_subreaper
+from flowgpu.host.proctree import resume_tree, task_states, tree_pids
 from flowgpu.options import RestoreOptions
-from flowgpu.prctl import become_subreaper
-from flowgpu.proctree import resume_tree, task_states, tree_pids
 from tests.unit.coordinator_job import Jobs
 
 StartJob = Callable[[str], Job]
@@ -451,7 +452,7 @@ def test_a_view_needs_tasks_that_stay_stopped(large: Job, criu: Criu, tmp_path: 
 def test_the_parts_of_a_restore_are_in_the_log(
     large: Job, criu: Criu, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "flowgpu.criu")
+    caplog.set_level(logging.INFO, "flowgpu.host.criu")
     view = view_of(tmp_path / "images", tmp_path)
     restore(criu, large, tmp_path / "images", view, tmp_path)
     assert re.search(r"view 0\.\d+ s, CRIU \d+\.\d+ s .* pages\), fill \d.*3\d MiB", caplog.text)

@@ -19,12 +19,12 @@ import pytest
 from coordinator import cut_files, job_files
 from coordinator.cut_files import CutFiles
 from coordinator.job_files import MOST_NAMED, Grown, find_grown, named, written_files
-from flowgpu import criu_images
 from flowgpu.errors import CutFailed, FilesChanged
+from flowgpu.host import criu_images
+from flowgpu.host.proctree import file_users, mapped_for_writing
 from flowgpu.image import space
 from flowgpu.image.digests import Unreadable
 from flowgpu.image.manifest import OpenFile
-from flowgpu.proctree import file_users, mapped_for_writing
 from tests.patience import SECONDS
 
 LOG = os.O_WRONLY | os.O_APPEND

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from flowgpu import native
+from flowgpu.host import native
 from flowgpu.image import digests, layout
 from flowgpu.image.digests import Meter, Unreadable, file_digests, step_digests
 

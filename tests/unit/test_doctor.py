@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu import doctor, launch, probes
+from flowgpu import doctor, launch
 from flowgpu.doctor import Check
+from flowgpu.host import probes
 
 FAKE_DRIVER = """
 #include <string.h>
@@ -132,13 +133,13 @@ def test_missing_libraries_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_capabilities_agree_with_the_kernels_answer_to_a_dropped_one() -> None:
     code = (
-        "import ctypes; from flowgpu import probes\n"
+        "import ctypes; from flowgpu.host import probes\n"
         "before = probes.capabilities()\n"
         "PR_CAPBSET_DROP, SYS_PTRACE = 24, 19\n"
         "ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, SYS_PTRACE, 0, 0, 0)\n"
         "import os, sys\n"
         "if len(sys.argv) > 1: os.execv(sys.executable, [sys.executable, '-c', "
-        "'from flowgpu import probes; print(*sorted(probes.capabilities()))'])\n"
+        "'from flowgpu.host import probes; print(*sorted(probes.capabilities()))'])\n"
     )
     if "CAP_SYS_PTRACE" not in probes.capabilities():
         pytest.skip("this process may not trace, so it cannot lose the right")
@@ -160,7 +161,7 @@ def test_pagemap_scan_leaves_no_descriptor_and_agrees_with_criu() -> None:
     probes.io_uring()
     probes.memfd()
     assert os.listdir("/proc/self/fd") == before
-    from flowgpu.criu import Criu
+    from flowgpu.host.criu import Criu
 
     assert answer == Criu.locate().has_feature("pagemap_scan")
 

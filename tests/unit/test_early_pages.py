@@ -20,10 +20,10 @@ import criu_entries
 import pytest
 from criu_job import COUNTER, Job
 
-from flowgpu import ptrace, tracking
-from flowgpu.criu import Criu
-from flowgpu.pages import PageServer, PageStats
-from flowgpu.proctree import is_dead, thread_ids, tree_pids
+from flowgpu.host import ptrace, tracking
+from flowgpu.host.criu import Criu
+from flowgpu.host.pages import PageServer, PageStats
+from flowgpu.host.proctree import is_dead, thread_ids, tree_pids
 from tests.unit.coordinator_job import wait_for
 from tests.unit.test_pages import (
     MEMORY,

@@ -12,15 +12,15 @@ from coordinator import server
 from coordinator.failures import FailedPhase, explain
 from coordinator.ghost_client import GhostError
 from coordinator.phases import Phase
-from flowgpu import criu_images
 from flowgpu.errors import CheckpointFailed, FlowError, InternalError, is_internal, words_of
+from flowgpu.host import criu_images
 from flowgpu.options import CheckpointOptions
 
 OPTIONS = CheckpointOptions(Path("/image"))
 
 
 def internal() -> Exception:
-    """A mistake of ours, in flowgpu/criu_images.py."""
+    """A mistake of ours, in flowgpu/host/criu_images.py."""
     with pytest.raises(IndexError) as raised:
         criu_images._varint(b"", 0)
     return raised.value

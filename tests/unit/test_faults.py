@@ -19,8 +19,8 @@ from coordinator.failures import FailedPhase, explain
 from coordinator.ghost_client import GhostError
 from coordinator.phases import Phase
 from flowgpu.errors import CheckpointFailed, CriuFailed, FlowError, LimitTooLow, NotEnoughDisk
+from flowgpu.host.pages import PagesUnavailable
 from flowgpu.options import CheckpointOptions
-from flowgpu.pages import PagesUnavailable
 from flowgpu.wire import Fault
 from tests.faults import points
 from tests.faults.case import Held

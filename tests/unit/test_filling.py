@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.chunks import CHUNK, U8, U64, Bools, FillPlan, Passed, Segments
 from coordinator.filling import AT_ONCE, FillJob, Meeting
-from flowgpu.native import MoverError, Status
+from flowgpu.host.native import MoverError, Status
 from tests.patience import SECONDS
 
 

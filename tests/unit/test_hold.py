@@ -1,4 +1,4 @@
-"""flowgpu.hold: one thread of a stopped process runs, the others only when they are released."""
+"""flowgpu.host.hold: a thread of a stopped process runs, the others only when they are released."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu.hold import Held
-from flowgpu.proctree import task_states
+from flowgpu.host.hold import Held
+from flowgpu.host.proctree import task_states
 from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
 
@@ -122,6 +122,6 @@ def test_what_cannot_be_held_stays_as_it_was(program: Program) -> None:
 
 def test_the_end_of_the_holder_ends_what_it_holds(program: Program) -> None:
     program.stop()
-    code = f"from flowgpu.hold import Held; Held({program.pid}, {program.threads[1]})"
+    code = f"from flowgpu.host.hold import Held; Held({program.pid}, {program.threads[1]})"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert program.process.wait(SECONDS) == -signal.SIGKILL

@@ -17,11 +17,11 @@ import flowgpu
 from coordinator import leader as leading
 from coordinator.cut_of_nodes import Word
 from coordinator.leader import Leader, together
+from coordinator.node_stream import Message, NodeStream, StreamEnded, dial
 from coordinator.others import Barrier
 from flowgpu import errors
 from flowgpu.errors import Busy, FlowError
 from flowgpu.image.job_file import JOB_FILE, JobFile
-from flowgpu.node_stream import Message, NodeStream, StreamEnded, dial
 from flowgpu.nodes import Membership, address
 from flowgpu.options import CheckpointOptions
 from tests.patience import SECONDS

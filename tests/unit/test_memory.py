@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu import memory
 from flowgpu.errors import NotEnoughMemory
+from flowgpu.host import memory
 
 MIB = 1 << 20
 AVAILABLE = 900 * MIB

@@ -17,7 +17,7 @@ import numpy as np
 from coordinator.active import look_at
 from coordinator.live_set import LiveSet
 from flowgpu import launch
-from flowgpu.criu import Criu
+from flowgpu.host.criu import Criu
 from tests.patience import SECONDS
 from tests.unit.criu_job import Job
 

@@ -27,7 +27,7 @@ from mover_lib import (
     segments_of,
 )
 
-from flowgpu.native import (
+from flowgpu.host.native import (
     CHUNK_BYTES,
     Arena,
     Kind,

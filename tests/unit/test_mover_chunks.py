@@ -18,8 +18,7 @@ from mover_lib import CONTEXT, PIECE, expected_digests, segments_of
 
 from coordinator.move_plan import Plan, plan_for, restore_plan_for
 from coordinator.mover import NativeMover
-from flowgpu.image import layout
-from flowgpu.native import (
+from flowgpu.host.native import (
     CHUNK_BYTES,
     Arena,
     Kernels,
@@ -31,6 +30,7 @@ from flowgpu.native import (
     Transfer,
     segment_rows,
 )
+from flowgpu.image import layout
 from tests.patience import SECONDS
 
 Array = numpy.ndarray

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from coordinator.mover import NativeJob
-from flowgpu import native
+from flowgpu.host import native
 from tests.patience import SECONDS
 
 SEGMENTS = np.array([[0, 3 * native.CHUNK_BYTES, 0]], np.uint64)

@@ -10,8 +10,8 @@ from contextlib import closing
 
 import pytest
 
-from flowgpu import node_stream
-from flowgpu.node_stream import MAC_BYTES, NONCE_BYTES, PROTOCOL, NodeStream, StreamEnded
+from coordinator import node_stream
+from coordinator.node_stream import MAC_BYTES, NONCE_BYTES, PROTOCOL, NodeStream, StreamEnded
 from flowgpu.nodes import LEAST_SECRET, LauncherPlace, address, place_of, secret_of
 
 SECRET = "a secret of the job"

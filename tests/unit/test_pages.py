@@ -21,12 +21,13 @@ import pytest
 from criu_job import COUNTER, Job
 
 from coordinator.page_server import Pages
-from flowgpu import criu_view, launch, pages
-from flowgpu.criu import Criu
+from flowgpu import launch
 from flowgpu.errors import CriuFailed, CriuUnsupported
-from flowgpu.pages import PageServer, PagesUnavailable
-from flowgpu.prctl import become_subreaper
-from flowgpu.proctree import resume_tree, task_states, tree_pids
+from flowgpu.host import criu_view, pages
+from flowgpu.host.criu import Criu
+from flowgpu.host.pages import PageServer, PagesUnavailable
+from flowgpu.host.prctl import become_subreaper
+from flowgpu.host.proctree import resume_tree, task_states, tree_pids
 from tests.unit.coordinator_job import Jobs
 
 PAGE = 4096

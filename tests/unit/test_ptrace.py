@@ -1,4 +1,4 @@
-"""flowgpu.ptrace: who does not stop is not waited for without end, and no signal is lost."""
+"""flowgpu.host.ptrace: who does not stop is not waited for without end, and no signal is lost."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from flowgpu import inject, probes, ptrace
-from flowgpu.proctree import children, status_numbers, thread_state
+from flowgpu.host import inject, probes, ptrace
+from flowgpu.host.proctree import children, status_numbers, thread_state
 from tests.unit.coordinator_job import wait_for
 
 pytestmark = pytest.mark.skipif(

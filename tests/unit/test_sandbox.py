@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from flowgpu import inject, probes, ptrace, sandbox
-from flowgpu.proctree import is_dead, status_numbers, task_states, thread_ids
+from flowgpu.host import inject, probes, ptrace, sandbox
+from flowgpu.host.proctree import is_dead, status_numbers, task_states, thread_ids
 from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
 
@@ -191,7 +191,7 @@ def test_a_call_that_runs_into_a_fault_ends() -> None:
 def test_a_search_that_does_not_end_is_left_and_names_who_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    waits = "import sys, time; from flowgpu import ptrace; ptrace.ptrace(ptrace.SEIZE, "
+    waits = "import sys, time; from flowgpu.host import ptrace; ptrace.ptrace(ptrace.SEIZE, "
     waits += "int(sys.argv[1])); time.sleep(1000)"
     monkeypatch.setattr(sandbox, "COMMAND", (sys.executable, "-c", waits))
     with running("sleep", "1000") as asked:
@@ -214,7 +214,7 @@ def test_a_process_that_has_ended_is_not_called_unknown() -> None:
 
 
 def test_a_decoy_ends_with_its_search() -> None:
-    waits = "from flowgpu import sandbox; print(sandbox.Decoys().of(12345, 12345), flush=True)"
+    waits = "from flowgpu.host import sandbox; print(sandbox.Decoys().of(12345, 12345), flush=True)"
     waits += "; input()"
     with running(sys.executable, "-c", waits) as search:
         decoy = int(search.stdout.readline())

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from flowgpu import seccomp
+from flowgpu.host import seccomp
 
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x50001, 0x50026, 0x80000000
 NR, ARCH, FIRST = 0, 4, 16  # of struct seccomp_data

@@ -19,9 +19,9 @@ import pytest
 from criu_job import Job
 
 from flowgpu import launch
-from flowgpu.pages import MEMORY_LIBRARY, STANDING, PageServer
-from flowgpu.proctree import resume_tree, tree_pids
-from flowgpu.standstill import Standstill
+from flowgpu.host.pages import MEMORY_LIBRARY, STANDING, PageServer
+from flowgpu.host.proctree import resume_tree, tree_pids
+from flowgpu.host.standstill import Standstill
 from tests.unit.test_early_pages import RUNS, Build, program, track
 from tests.unit.test_pages import StartJob, start
 

@@ -17,14 +17,14 @@ import criu_entries
 import pytest
 from criu_job import DYING, Job, restore
 
-from flowgpu import criu_images, ptrace
-from flowgpu.criu import Criu
-from flowgpu.criu_images import GUARD
 from flowgpu.errors import CriuFailed
-from flowgpu.proctree import is_stopped, resume_tree, task_states, tree_pids
-from flowgpu.settings import Survey
-from flowgpu.sockets import PEEK_BEGINS
-from flowgpu.standstill import Process, Standstill, take_up
+from flowgpu.host import criu_images, ptrace
+from flowgpu.host.criu import Criu
+from flowgpu.host.criu_images import GUARD
+from flowgpu.host.proctree import is_stopped, resume_tree, task_states, tree_pids
+from flowgpu.host.settings import Survey
+from flowgpu.host.sockets import PEEK_BEGINS
+from flowgpu.host.standstill import Process, Standstill, take_up
 from tests.emu.intercept_lib import compile_program
 from tests.unit.coordinator_job import ROOT, wait_for
 
@@ -224,8 +224,8 @@ def test_a_criu_that_is_killed_leaves_all_as_it_was(
 DYING_TRACER = """
 import os, signal, sys
 from pathlib import Path
-from flowgpu import inject, settings, standstill
-from flowgpu.proctree import tree_pids
+from flowgpu.host import inject, settings, standstill
+from flowgpu.host.proctree import tree_pids
 root, turns, let_run = int(sys.argv[1]), int(sys.argv[3]), inject.let_run
 def dying(*arguments):
     for part in (lambda: None, lambda: let_run(*arguments)):

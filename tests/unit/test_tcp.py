@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu import criu_images, tcp
-from flowgpu.criu_images import TcpEnds, TcpStream
+from flowgpu.host import criu_images, tcp
+from flowgpu.host.criu_images import TcpEnds, TcpStream
 
 ADDRESSES = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
 US = os.getpid()

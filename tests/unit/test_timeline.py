@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from flowgpu import pcie, timeline
+from flowgpu import timeline
 from flowgpu.errors import ImageDamaged
+from flowgpu.host import pcie
 from flowgpu.image import layout
 from flowgpu.image.manifest import Manifest
 from flowgpu.image.reader import Image

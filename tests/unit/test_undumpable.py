@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu.probes import libc
-from flowgpu.proctree import thread_state, tree_pids
-from flowgpu.undumpable import (
+from flowgpu.host.probes import libc
+from flowgpu.host.proctree import thread_state, tree_pids
+from flowgpu.host.undumpable import (
     LONGEST_DELETED,
     NAMESPACES,
     SCHED_DEADLINE,

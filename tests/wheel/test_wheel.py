@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu.criu import Criu
 from flowgpu.errors import DUMPED_EXIT
+from flowgpu.host.criu import Criu
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from flowgpu.proctree import children
+from flowgpu.host.proctree import children
 
 # linux/ptrace.h
 CONT, GETREGS, SETREGS, DETACH, SYSCALL = 7, 12, 13, 17, 24

@@ -13,10 +13,10 @@ import time
 from collections.abc import Container, Sequence
 from contextlib import suppress
 
-from flowgpu import inject, ptrace
-from flowgpu.inject import Caller
-from flowgpu.proctree import PROC, children, thread_state
-from flowgpu.settings import callers
+from flowgpu.host import inject, ptrace
+from flowgpu.host.inject import Caller
+from flowgpu.host.proctree import PROC, children, thread_state
+from flowgpu.host.settings import callers
 
 CHILD = 1 << signal.SIGCHLD - 1
 RT_SIGTIMEDWAIT = 128  # asm/unistd_64.h

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from flowgpu import ptrace
+from flowgpu.host import ptrace
 
 AUDIT_ARCH_X86_64 = 0xC000003E
 DATA = struct.Struct("=iIQ6Q")  # struct seccomp_data

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 
+from flowgpu.host.proctree import thread_ids
 from flowgpu.image.manifest import Affinity
-from flowgpu.proctree import thread_ids
 
 
 def bound(pids: Iterable[int]) -> tuple[Affinity, ...]:

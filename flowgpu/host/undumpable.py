@@ -16,8 +16,8 @@ from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 
-from flowgpu import probes, settings, unix_sockets
-from flowgpu.proctree import PROC, fd_targets, thread_ids
+from flowgpu.host import probes, settings, unix_sockets
+from flowgpu.host.proctree import PROC, fd_targets, thread_ids
 
 # Anonymous inodes of which CRIU 4.2 has an image (criu/files.c, dump_one_file).
 DUMPED = {"bpf-map", "eventfd", "eventpoll", "fanotify", "inotify", "pidfd"}

@@ -12,8 +12,8 @@ import signal
 import time
 from contextlib import suppress
 
-from flowgpu import ptrace
-from flowgpu.proctree import task_states
+from flowgpu.host import ptrace
+from flowgpu.host.proctree import task_states
 
 
 class Held:

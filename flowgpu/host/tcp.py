@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowgpu import criu_images, unix_sockets
-from flowgpu.addresses import is_ours
-from flowgpu.proctree import fd_targets
-from flowgpu.sockets import socket_of
+from flowgpu.host import criu_images, unix_sockets
+from flowgpu.host.addresses import is_ours
+from flowgpu.host.proctree import fd_targets
+from flowgpu.host.sockets import socket_of
 
 PROC = Path("/proc")
 ESTABLISHED, SYN_SENT, SYN_RECV, FIN_WAIT1 = 1, 2, 3, 4

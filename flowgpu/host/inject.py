@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from flowgpu import ptrace
-from flowgpu.proctree import thread_ids, thread_state
+from flowgpu.host import ptrace
+from flowgpu.host.proctree import thread_ids, thread_state
 
 PROC = Path("/proc")
 LOOK_SECONDS = 0.0005

@@ -19,10 +19,10 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from flowgpu import inject, probes, sockets
+from flowgpu.host import inject, probes, sockets
+from flowgpu.host.inject import Caller
+from flowgpu.host.proctree import thread_ids
 from flowgpu.image.manifest import Setting
-from flowgpu.inject import Caller
-from flowgpu.proctree import thread_ids
 
 log = logging.getLogger(__name__)
 

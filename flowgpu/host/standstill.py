@@ -33,9 +33,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
-from flowgpu import inject, ptrace, sockets, stops
-from flowgpu.criu_images import GUARD, Action
-from flowgpu.inject import (
+from flowgpu.host import inject, ptrace, sockets, stops
+from flowgpu.host.criu_images import GUARD, Action
+from flowgpu.host.inject import (
     ALL_SIGNALS,
     CALL_WORDS,
     CS,
@@ -54,7 +54,7 @@ from flowgpu.inject import (
     to_words,
     wait_stopped,
 )
-from flowgpu.proctree import (
+from flowgpu.host.proctree import (
     children,
     is_dead,
     is_stopped,
@@ -63,7 +63,7 @@ from flowgpu.proctree import (
     thread_ids,
     tree_pids,
 )
-from flowgpu.settings import Survey
+from flowgpu.host.settings import Survey
 
 log = logging.getLogger(__name__)
 

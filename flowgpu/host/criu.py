@@ -39,12 +39,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowgpu import criu_images, criu_log, launch
-from flowgpu.criu_view import View
+from flowgpu import launch
 from flowgpu.errors import CriuFailed, CriuMissing, CriuTimeout, FlowError, PidTaken
-from flowgpu.image.space import is_memory
-from flowgpu.pages import MEMORY_LIBRARY, PageServer
-from flowgpu.proctree import (
+from flowgpu.host import criu_images, criu_log
+from flowgpu.host.criu_view import View
+from flowgpu.host.pages import MEMORY_LIBRARY, PageServer
+from flowgpu.host.proctree import (
     arguments,
     end_before_others,
     ids_in_use,
@@ -52,15 +52,16 @@ from flowgpu.proctree import (
     task_states,
     tree_pids,
 )
-from flowgpu.settings import Survey
-from flowgpu.standstill import Standstill
+from flowgpu.host.settings import Survey
+from flowgpu.host.standstill import Standstill
+from flowgpu.image.space import is_memory
 
 logger = logging.getLogger(__name__)
 
 MINIMUM_VERSION = (4, 2)
 # native/criu_plugin knows how this version calls a plugin.
 PLUGIN_VERSION = (4, 2)
-FETCHED = Path(__file__).resolve().parent.parent / ".tools" / "criu" / "criu"
+FETCHED = Path(__file__).resolve().parents[2] / ".tools" / "criu" / "criu"
 CHECK_SECONDS = 30.0
 OWN_MEMORY, OWN_FILE = Path("/run"), "criu.kdat"
 SHARED_MEMORY = Path("/dev/shm")

@@ -1,6 +1,6 @@
 """Find threads in a Landlock sandbox that this process is not in, while they run.
 
-    python -m flowgpu.sandbox PID...        # prints [[process, thread], ...], and those not asked
+    python -m flowgpu.host.sandbox PID...   # prints [[process, thread], ...], and those not asked
 
 The kernel tells nobody of a Landlock domain. But a thread in one may not look at a process outside
 of it: get_robust_list(2) of a decoy, a process of the same user without rights, fails with EPERM,
@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from flowgpu import inject, probes, ptrace
-from flowgpu.proctree import PROC, status_numbers, thread_ids, thread_state
+from flowgpu.host import inject, probes, ptrace
+from flowgpu.host.proctree import PROC, status_numbers, thread_ids, thread_state
 
 # asm/unistd_64.h
 GET_ROBUST_LIST, LANDLOCK_CREATE_RULESET = 274, 444
@@ -42,7 +42,7 @@ STOP_SECONDS = 0.2
 MOST_SECONDS = 20.0
 ANSWER_SECONDS = 60.0
 """For a search, with all that it may have to wait for on a busy machine."""
-COMMAND = (sys.executable, "-P", "-S", "-X", "utf8", "-m", "flowgpu.sandbox")
+COMMAND = (sys.executable, "-P", "-S", "-X", "utf8", "-m", "flowgpu.host.sandbox")
 
 
 class Search:
@@ -59,7 +59,7 @@ class Search:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 cwd="/",
-                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
                 start_new_session=True,
             )
 

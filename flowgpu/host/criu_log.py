@@ -23,7 +23,7 @@ from flowgpu.errors import (
     MissingCapability,
     PidTaken,
 )
-from flowgpu.proctree import fd_of, fd_target, mapping_at
+from flowgpu.host.proctree import fd_of, fd_target, mapping_at
 
 # CRIU raises its own limit as far as it may, and asks what network devices can do: it goes on
 # where it may not.

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from flowgpu import probes
+from flowgpu.host import probes
+from flowgpu.host.proctree import PROC, fd_targets
 from flowgpu.image.manifest import Setting
-from flowgpu.proctree import PROC, fd_targets
 
 PIDFD_GETFD = 438  # asm/unistd_64.h
 SOL_IP, SOL_IPV6, SOL_TCP, SOL_UDP, SOL_NETLINK = 0, 41, 6, 17, 270

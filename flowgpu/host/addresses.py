@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from flowgpu import unix_sockets
+from flowgpu.host import unix_sockets
+from flowgpu.host.proctree import PROC
 from flowgpu.image.manifest import Address
 from flowgpu.launch import ADDRESSES, EXEC_HOOKS
-from flowgpu.proctree import PROC
 
 Moves = Mapping[str, str]
 """Addresses of the image, and what each is here."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgpu import launch
-from flowgpu.proctree import end_before_others, how_ended, task_states
+from flowgpu.host.proctree import end_before_others, how_ended, task_states
 
 log = logging.getLogger(__name__)
 

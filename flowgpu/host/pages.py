@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowgpu import launch
-from flowgpu.proctree import end_before_others, how_ended
+from flowgpu.host.proctree import end_before_others, how_ended
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import errno
 import re
 from pathlib import Path
 
-from flowgpu.standstill import Standstill
+from flowgpu.host.standstill import Standstill
 
 NO_USERFAULTFD = {
     errno.ENOSYS: "this kernel has no userfaultfd(2)",
