@@ -7,6 +7,7 @@ import signal
 import stat
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,7 +28,7 @@ from flowgpu.cli.common import (
     say,
     show_json,
 )
-from flowgpu.cli.stored import Stored, run_stored, stored_options
+from flowgpu.cli.stored import Stored, run_from, run_stored, stored_options
 from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone, RuntimeDirUnsafe
 from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, SUSPENDED, Job, Registry
 from flowgpu.nodes import MOST_NODES, LauncherPlace, Membership, place_of, secret_of
@@ -74,6 +75,7 @@ def run(
     ghost: GhostChoice,
     engine: EngineChoice,
     untried: str | None,
+    origin: Path | None,
     command: tuple[str, ...],
     **options: Any,
 ) -> int:
@@ -93,6 +95,8 @@ def run(
     descriptors = inherited.for_job(words, os.environ)
 
     def begin(series: Series | None) -> tuple[Job, int]:
+        if origin:
+            return run_from(origin, name, words, series)
         if not launch.find_program(words[0], os.environ, os.getcwd()):
             raise CommandNotFound(command=words[0])
         driver = start.driver_for(gpu)
@@ -111,8 +115,8 @@ def run(
             member=member,
         )
 
-    if member and any(asked[:-1]):
-        raise click.UsageError("a job of several nodes has no --store yet")
+    if member and (origin or any(asked[:-1])):
+        raise click.UsageError("a job of several nodes has no --store and no --from yet")
     if asked.store:
         return run_stored(asked, name, words, begin)
     if any(asked[1:-1]):

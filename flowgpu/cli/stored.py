@@ -1,10 +1,11 @@
-"""`flowgpu run --store`: one command line that starts a job, or goes on with it from its store."""
+"""`flowgpu run --store` and `--from`: one command line that starts a job, or goes on with it from
+an image."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -15,6 +16,7 @@ from flowgpu.cli.periods import Every, every_option, failures_option, period_of
 from flowgpu.errors import DUMPED_EXIT
 
 if TYPE_CHECKING:
+    from flowgpu.image.manifest import Manifest
     from flowgpu.image.store import Store
     from flowgpu.jobs import Job
     from flowgpu.series import Series
@@ -39,7 +41,7 @@ class Stored(NamedTuple):
 
 
 def stored_options(command: Command) -> Command:
-    """Give a command the options of Stored."""
+    """Give a command the options of Stored, and `origin`."""
     options = (
         click.option(
             "--store",
@@ -50,7 +52,14 @@ def stored_options(command: Command) -> Command:
         click.option(
             "--resume",
             is_flag=True,
-            help="Restore the newest whole image there, if there is any",
+            help="Restore the newest whole image there, if any",
+        ),
+        click.option(
+            "--from",
+            "origin",
+            metavar="IMAGE",
+            callback=lambda _context, _parameter, text: Path(text).absolute() if text else None,
+            help="Restore IMAGE, where the store has none",
         ),
         click.option(
             "--fresh-if-damaged",
@@ -163,19 +172,36 @@ def _run(asked: Stored, name: str, words: list[str], store: Store, begin: Start)
 
 def _restore(name: str, words: list[str], store: Store, series: Series) -> tuple[Job, int] | None:
     """Restore the newest image that is whole, until the job ends; None if there is none."""
-    from flowgpu.errors import ImageDamaged
+    from flowgpu import start
+    from flowgpu.errors import ImageDamaged, StoreHasJob
 
     for image in reversed(store.names()):
         try:
-            return _restore_image(name, words, store, image, series)
+            path = store.path / image
+            saved = start.saved(path)
+            if other := _other_command(words, saved):
+                raise StoreHasJob(path=store.path, job=name, reason=f"they are of {other}")
+            return _restore_image(name, path, saved, series)
         except ImageDamaged as error:
             note(f"flowgpu: {error}")
             note(f"flowgpu: it is set aside as {store.set_aside(image)}")
     return None
 
 
+def run_from(
+    image: Path, name: str | None, words: list[str], series: Series | None
+) -> tuple[Job, int]:
+    """Begin as an image of the same command, until the job ends. Raises UsageError, FlowError."""
+    from flowgpu import start
+
+    saved = start.saved(image)
+    if other := _other_command(words, saved):
+        raise click.UsageError(f"--from {image} is of {other}")
+    return _restore_image(name or saved.job.name, image, saved, series)
+
+
 def _restore_image(
-    name: str, words: list[str], store: Store, image: str, series: Series
+    name: str, path: Path, saved: Manifest, series: Series | None
 ) -> tuple[Job, int]:
     from flowgpu import start
     from flowgpu.cli.checkpoint import reporter
@@ -183,9 +209,6 @@ def _restore_image(
     from flowgpu.options import RestoreOptions
     from flowgpu.render import Progress, one_line
 
-    path = store.path / image
-    saved = start.saved(path)
-    _check_command(store, name, words, saved.job.command)
     _end_lost(saved.job.id)
     start.wait_reaped(saved.pids)
     start.check_processor(saved)
@@ -208,15 +231,13 @@ def _restore_image(
         )
 
 
-def _check_command(store: Store, name: str, words: list[str], saved: Sequence[str]) -> None:
-    """Raise StoreHasJob unless the job in the store was started by these words."""
-    from flowgpu.errors import StoreHasJob
+def _other_command(words: list[str], saved: Manifest) -> str:
+    """By which other words the job of an image was started; empty if by these."""
     from flowgpu.render import one_line
 
     # What starts a program for a service manager stands before them (flowgpu/inherited.py).
-    if list(saved[-len(words) :]) != words:
-        reason = f"they are of another command: {one_line(' '.join(saved))}"
-        raise StoreHasJob(path=store.path, job=name, reason=reason)
+    same = list(saved.job.command[-len(words) :]) == words
+    return "" if same else f"another command: {one_line(' '.join(saved.job.command))}"
 
 
 def _end_lost(job_id: str) -> None:

@@ -67,7 +67,7 @@ class Line:
     def __init__(self, lane: str, folder: Path, *options: object) -> None:
         self.folder, self.out, self.hurrying = folder, folder / "out", folder / "hurry"
         self.store = Store(folder / "store" / NAME)
-        self.store.path.parent.mkdir(exist_ok=True)
+        self.store.path.parent.mkdir(parents=True, exist_ok=True)
         self.words = [
             *("run", "--gpu", lane, "--name", NAME, "--store", str(self.store.path.parent)),
             *("--resume", *map(str, options), "--", *WORDS),
@@ -428,6 +428,46 @@ def test_without_a_good_image_nothing_starts_unless_asked_for(
     job.start("--fresh-if-damaged")
     assert job.end() == 0, job.said
     assert job.lines == expected
+
+
+def test_a_line_begins_from_an_image_of_another_place(
+    line: Callable[..., Line], three: Line, lane: str, expected: list[str], tmp_path: Path
+) -> None:
+    image = three.store.path / three.store.names()[0]
+    said = (image / layout.OUTPUT_LOG).read_text().splitlines()
+    job = line()
+    job.start("--from", str(image))
+    assert job.end() == 0, job.said
+    assert f"goes on from {image}" in job.said
+    assert said + job.lines == expected
+    # An image of its own is newer.
+    job = line(folder=tmp_path / "own")
+    newest = copied(three, job)[-1]
+    job.start("--from", str(image))
+    goes_on(job, newest, expected)
+    # An orchestrator writes nothing where no image is named.
+    job = line(folder=tmp_path / "new")
+    job.start("--from", "")
+    assert job.end() == 0, job.said
+    assert job.lines == expected
+
+
+def test_an_image_to_begin_from_needs_no_store_but_the_same_command(
+    three: Line, lane: str, expected: list[str], tmp_path: Path
+) -> None:
+    image = three.store.path / three.store.names()[0]
+    said = (image / layout.OUTPUT_LOG).read_text().splitlines()
+    words = ("run", "--gpu", lane, "--from", image, "--")
+    done = flowgpu(*words, *WORDS)
+    assert done.returncode == 0, done.stderr
+    assert said + done.stdout.splitlines() == expected
+    other = flowgpu(*words, "true")
+    assert (other.returncode, other.stdout) == (2, "")
+    assert f"{image} is of another command: " in other.stderr
+    shutil.copytree(image, damaged := tmp_path / "damaged")
+    cut_manifest(damaged)
+    refused = flowgpu("run", "--gpu", lane, "--from", damaged, "--", *WORDS)
+    assert (refused.returncode, refused.stdout) == (errors.ImageDamaged.exit_code, "")
 
 
 LEFT = 256 << 10
