@@ -111,6 +111,7 @@ class Checkpoint(Pause):
         self._manifest: Manifest | None = None
         self._pack_seconds: float | None = None
         self._why_taken = ""
+        self._of_service = False
 
     def _actions(self) -> dict[Phase, Callable[[], None]]:
         return super()._actions() | {
@@ -235,7 +236,8 @@ class Checkpoint(Pause):
         it says more, so that comes first.
         """
         try:
-            obstacles.refuse_connections(self._job, {task.inode for task in self._group.tasks})
+            connections = {task.inode for task in self._group.tasks}
+            self._of_service = obstacles.refuse_connections(self._job, connections)
             self._cpu.refuse_tcp()
         except FlowError:
             self._group.refuse(self._plan.engine)
@@ -250,7 +252,9 @@ class Checkpoint(Pause):
     def _find_why_taken(self) -> None:
         """Raises ModeUnusable where mode cow needs what cannot be."""
         if self._plan.holds and self._plan.engine is wire.Engine.REPLAY:
-            why = self._why_taken = control_state.why_taken(self._cpu.criu, self._group)
+            why = self._why_taken = control_state.why_taken(
+                self._cpu.criu, self._group, self._of_service
+            )
             can_lend = not why and bool(self._group.tasks)
             self._shared.plan = dataclasses.replace(self._plan, can_lend=can_lend)
             if why:

@@ -241,14 +241,17 @@ def put_back(session: Session, tasks: BringUp, needy: Sequence[Task]) -> None:
             link.rebuild(prepared, {}, session.deadline)
 
 
-def why_taken(criu: Criu, group: TaskGroup) -> str:
+def why_taken(criu: Criu, group: TaskGroup, of_service: bool = False) -> str:
     """Why CUDA has to be taken from tasks that go on after the checkpoint; empty: all of them know
-    how to keep it, and this CRIU knows how to dump them with it."""
+    how to keep it, and this CRIU knows how to dump them with it. `of_service`: one is a client of
+    the Multi-Process Service."""
     taken = "CUDA has to be taken from its processes: "
     if any(task.hello.replay < CAN_LEND for task in group.tasks):
         return f"{taken}one has an older FlowGPU"
     if any(task.page.managed_bytes for task in group.tasks):
         return f"{taken}one has managed memory"
+    if of_service:
+        return f"{taken}one is a client of the Multi-Process Service"
     try:
         criu.plugins()
     except FlowError as error:

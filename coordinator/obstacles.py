@@ -11,7 +11,7 @@ from typing import TypeVar
 from coordinator.process import alive, orphans, other_client
 from coordinator.session import RunningJob
 from flowgpu.errors import CriuUnsupported, MissingCapability, Unsupported
-from flowgpu.host import probes, tcp
+from flowgpu.host import mps, probes, tcp
 from flowgpu.host.criu import Criu
 from flowgpu.host.proctree import ExternalPipe, external_pipes, ids, tree_pids
 from flowgpu.host.sandbox import Search
@@ -97,18 +97,25 @@ def refuse_other_clients(pids: Iterable[int]) -> None:
             raise Unsupported(name=f"{library} beside CUDA (process {pid})")
 
 
-def refuse_connections(job: RunningJob, connections: Collection[int]) -> None:
+def refuse_connections(job: RunningJob, connections: Collection[int]) -> bool:
     """Refuse connections to processes outside the job. `connections`: inodes of ours to its
-    tasks."""
+    tasks. True if a process is a client of the Multi-Process Service."""
     task_socket = os.fsencode(JobDir(job.directory).task_socket)
     device = os.fsencode(emulator_socket(Path("/")))
+    service = mps.ends()
+    clients = False
 
     def is_ours(peer: int, path: bytes) -> bool:
+        nonlocal clients
+        if peer in service:
+            clients = True  # the driver has connected it, and lets go of it before the dump
+            return True
         return peer in connections or path == task_socket or path.endswith(device)
 
     if held := outside_socket(lambda: tree_pids(job.root_pid), is_ours):
         raise CriuUnsupported(action="dump", what=held)
-    refuse_pipes(job)
+    refuse_pipes(job, but=service)
+    return clients
 
 
 def refuse_tcp(
@@ -137,9 +144,11 @@ def refuse_tcp(
     return found
 
 
-def refuse_pipes(job: RunningJob, looks: int = PIPE_LOOKS) -> None:
-    """Refuse pipes to processes outside the job."""
-    own = set(job.pipes.values())
+def refuse_pipes(
+    job: RunningJob, looks: int = PIPE_LOOKS, but: Collection[int] = frozenset()
+) -> None:
+    """Refuse pipes to processes outside the job, but those with these inodes."""
+    own = {*job.pipes.values(), *but}
 
     def outside() -> dict[int, ExternalPipe]:
         return {p.inode: p for p in external_pipes(job.root_pid) if p.inode not in own}

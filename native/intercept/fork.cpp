@@ -17,6 +17,7 @@
 #include "proc.h"
 #include "replay/code.h"
 #include "replay/record.h"
+#include "rewind.h"
 #include "task.h"
 
 namespace flowgpu::fork_guard {
@@ -79,6 +80,7 @@ void in_child() {
     close_sockets();
     ipc::forget_parents();
     t.memory.forget_parents();
+    rewind::leave_parents();
     device::close_descriptors();
     drop_mappings();
     t.memory.unmap_windows();

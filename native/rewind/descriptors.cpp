@@ -1,5 +1,6 @@
 #include "descriptors.h"
 
+#include <cstring>
 #include <mutex>
 
 #include <fcntl.h>
@@ -19,6 +20,7 @@ struct Descriptor {
     dev_t device;
     ino_t inode;
     mode_t mode;
+    bool shared; // with a process outside: a socket, or what came by one
 };
 
 using Lock = std::lock_guard<std::mutex>;
@@ -31,12 +33,12 @@ bool same(const Descriptor& one) {
     return fstat(one.fd, &now) == 0 && now.st_dev == one.device && now.st_ino == one.inode;
 }
 
-int note(int fd) {
+int note(int fd, bool shared = false) {
     struct stat now;
     if (fd >= 0 && fstat(fd, &now) == 0) {
         Lock lock(mutex);
         if (Descriptor* row = all.add())
-            *row = {fd, now.st_dev, now.st_ino, now.st_mode};
+            *row = {fd, now.st_dev, now.st_ino, now.st_mode, shared};
     }
     return fd;
 }
@@ -58,6 +60,25 @@ int make_epoll(int flags) {
     return note(epoll_create1(flags));
 }
 
+int make_socket(int domain, int type, int protocol) {
+    return note(socket(domain, type, protocol), true);
+}
+
+ssize_t receive(int socket, msghdr* message, int flags) {
+    const ssize_t got = recvmsg(socket, message, flags);
+    for (cmsghdr* one = got >= 0 ? CMSG_FIRSTHDR(message) : nullptr; one;
+         one = CMSG_NXTHDR(message, one)) {
+        if (one->cmsg_level != SOL_SOCKET || one->cmsg_type != SCM_RIGHTS)
+            continue;
+        for (size_t at = CMSG_LEN(0); at + sizeof(int) <= one->cmsg_len; at += sizeof(int)) {
+            int fd;
+            memcpy(&fd, reinterpret_cast<char*>(one) + at, sizeof fd);
+            note(fd, true);
+        }
+    }
+    return got;
+}
+
 int shut(int fd) {
     {
         Lock lock(mutex);
@@ -77,6 +98,17 @@ void end_life(bool sees_closes) {
     all.count = 0;
 }
 
+void leave_parents() {
+    if (!mutex.try_lock())
+        return; // another thread of the parent's was changing the table
+    for (size_t i = all.count; i-- > 0;) {
+        Descriptor& one = all.rows[i];
+        if (one.shared && same(one))
+            close(one.fd);
+    }
+    mutex.unlock();
+}
+
 void forget_lost() {
     Lock lock(mutex);
     for (size_t i = all.count; i-- > 0;)
@@ -89,7 +121,7 @@ void renew() {
     for (Descriptor& one : all) {
         struct stat now;
         if (fstat(one.fd, &now) == 0 && now.st_mode == one.mode)
-            one = {one.fd, now.st_dev, now.st_ino, now.st_mode};
+            one = {one.fd, now.st_dev, now.st_ino, now.st_mode, one.shared};
     }
 }
 

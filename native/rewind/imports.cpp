@@ -282,6 +282,8 @@ Imports redirected() {
         {"pipe2", address(descriptors::make_pipe), false},
         {"eventfd", address(descriptors::make_event), false},
         {"epoll_create1", address(descriptors::make_epoll), false},
+        {"socket", address(descriptors::make_socket), false},
+        {"recvmsg", address(descriptors::receive), false},
         {"close", address(descriptors::shut), false},
         {"malloc", address(heap::allocate), false},
         {"calloc", address(heap::allocate_zeroed), false},

@@ -202,6 +202,10 @@ bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lo
     return done;
 }
 
+void leave_parents() {
+    descriptors::leave_parents();
+}
+
 void before_copy() {
     descriptors::forget_lost();
 }

@@ -40,6 +40,9 @@ struct Range {
 bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost = nullptr,
            Laps* laps = nullptr);
 
+// In a child of fork(), before anything else here.
+void leave_parents();
+
 // The process is about to be copied as it is, without what ties it to a device
 // (native/criu_plugin).
 void before_copy();

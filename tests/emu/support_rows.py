@@ -139,6 +139,15 @@ ROWS = (
         real=("refused (H100, 2026-11-25: the same file, a real service)",) * 2,
     ),
     Row(
+        kind="the same, with `run --untried mps`",
+        emulated=("refused (`a GPU of the Multi-Process Service (MPS)`)", "round-trips"),
+        tests=(
+            "tests/emu/test_shared_gpus.py::"
+            "test_clients_of_one_service_come_back_with_it_and_without",
+        ),
+        real=("not tried",) * 2,
+    ),
+    Row(
         kind="a part of a GPU (MIG)",
         emulated=("refused (`a part of a GPU (MIG)`)",) * 2,
         tests=("tests/emu/test_shared_gpus.py::test_a_job_on_a_part_of_a_gpu_is_refused",),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from flowgpu.errors import Unsupported
 from flowgpu.image.reader import Image
 from flowgpu.launch import GpuKind
 from tests.emu.test_checkpoint import (
+    ROOT,
     SECONDS,
     Run,
     command,
@@ -25,18 +24,26 @@ from tests.emu.test_checkpoint import (
     flowgpu,
     undisturbed,
 )
+from tests.unit.coordinator_job import wait_for
 
 STEPS = 30
 WORDS = ["workloads/nbody.py", "--steps", str(STEPS), "--step-delay", "0.1"]
 JOB = [sys.executable, *WORDS]
-# Holds a connection to a server outside, as clients of the service do.
-CLIENT = """
-import os, socket, sys
-service = socket.socket(socket.AF_UNIX)
-service.connect(sys.argv[1])
-service.set_inheritable(True)
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+# Forks a child once the driver is there, as loaders of data do. The child uses no GPU.
+FORKING = """
+import os, runpy, signal, sys
+from cuda.bindings import driver
+driver.cuInit(0)
+if os.fork() == 0:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        signal.sigtimedwait([], 0.1)
+    os._exit(0)
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
+Restore = Callable[[str], None]
 ENGINES = pytest.mark.parametrize("engine", ["native", "replay"])
 
 
@@ -69,26 +76,117 @@ def refusal(
             flowgpu("kill", run.name)
 
 
+class Service:
+    """A Multi-Process Service for the emulated GPU, and how many clients it has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.variables = {"CUDA_MPS_PIPE_DIRECTORY": str(folder)}
+        folder.mkdir()
+        words = [sys.executable, ROOT / "tests/emu/mps_service.py", folder]
+        self._process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        self.wait(0)
+
+    def wait(self, clients: int) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            if int(line) == clients:
+                return
+        raise AssertionError("the service has ended")
+
+    def end(self) -> None:
+        assert self._process.stdout
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+@pytest.fixture
+def emulated_service(tmp_path: Path) -> Iterator[Service]:
+    made = Service(tmp_path / "service")
+    yield made
+    made.end()
+
+
 @ENGINES
-def test_a_job_of_the_multi_process_service_is_refused(tmp_path: Path, engine: str) -> None:
-    path = tmp_path / "control"
-    with socket.socket(socket.AF_UNIX) as control, ThreadPoolExecutor() as pool:
-        control.bind(str(path))
-        control.listen()
-        control.settimeout(SECONDS)
-        accepted = pool.submit(control.accept)
-        job = [sys.executable, "-c", CLIENT, str(path), *WORDS]
-        assert MPS in refusal(tmp_path, engine=engine, job=job, FLOWGPU_EMU_MPS="1")
-        accepted.result()[0].close()
+def test_a_job_of_the_multi_process_service_is_refused(
+    tmp_path: Path, engine: str, emulated_service: Service
+) -> None:
+    assert MPS in refusal(tmp_path, engine=engine, **emulated_service.variables)
+
+
+def test_the_engine_native_is_refused_to_a_client_also_where_it_is_to_be_tried(
+    tmp_path: Path, emulated_service: Service
+) -> None:
+    options = ("--untried", "mps")
+    assert MPS in refusal(tmp_path, *options, engine="native", **emulated_service.variables)
+
+
+@contextmanager
+def images_of_clients(folder: Path, gpu: GpuKind, variables: dict[str, str]) -> Iterator[Restore]:
+    """Gives what restores images of two clients of a service and of a job that is none: `NAME-left`
+    was made while it ran on, `NAME` at its end. The client `two` has a forked child."""
+    with emulated_machine():
+        options = ("--engine", "replay", "--untried", "mps", "--gpu", gpu)
+        done = flowgpu("run", "--gpu", gpu, "--", *command("nbody", **{"step-delay": 0}))
+        assert done.returncode == 0, done.stderr
+        expected = done.stdout.splitlines()
+        forking = [sys.executable, "-c", FORKING, *command("nbody")[1:]]
+        with ExitStack() as stack:
+            runs = []
+            for name, words, own in (
+                ("one", command("nbody"), variables),
+                ("two", forking, variables),
+                ("alone", command("nbody"), {}),
+            ):
+                with pytest.MonkeyPatch.context() as patch:
+                    for key, value in own.items():
+                        patch.setenv(key, value)
+                    runs.append(Run(name, words, folder, "", *options))
+                stack.callback(runs[-1].kill)
+                runs[-1].wait_lines(3)
+            for run in runs:
+                report = run.dump(folder / f"{run.name}-left", "--leave-running")
+                assert report["live"] == (run.name == "alone")
+                said = "Multi-Process Service" in report["rung_reason"]
+                assert said == (run.name != "alone")
+            for run in runs:
+                run.wait_more(2)
+                run.dump(folder / run.name)
+                assert run.end() == 75
+
+        def restore(name: str) -> None:
+            done = flowgpu("restore", folder / name)
+            assert done.returncode == 0, done.stderr
+            log = (folder / name / "output.log").read_text().splitlines()
+            assert log + done.stdout.splitlines() == expected
+
+        yield restore
+
+
+def test_clients_of_one_service_come_back_with_it_and_without(
+    tmp_path: Path, emulated_service: Service
+) -> None:
+    service = emulated_service
+    with images_of_clients(tmp_path, "emulated", service.variables) as restore:
+        service.wait(0)
+        for name in ("one-left", "two"):
+            restore(name)
+            service.wait(1)
+            service.wait(0)
+        service.end()
+        for name in ("one", "two-left", "alone"):
+            restore(name)
 
 
 @contextmanager
 def service(folder: Path) -> Iterator[dict[str, str]]:
     """A Multi-Process Service of our own; gives what its clients have in their environment."""
+    folder.mkdir(exist_ok=True)
     found = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
     environment = os.environ | found
     with subprocess.Popen([CONTROL, "-f"], env=environment, stdin=subprocess.DEVNULL) as control:
         try:
+            wait_for((folder / "control").exists, "the service", SECONDS)
             yield found
         finally:
             # Which ends the server too that it has started.
@@ -97,12 +195,28 @@ def service(folder: Path) -> Iterator[dict[str, str]]:
             control.terminate()  # if it could not be asked
 
 
+real_service = pytest.mark.skipif(shutil.which(CONTROL) is None, reason=f"there is no {CONTROL}")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(shutil.which(CONTROL) is None, reason=f"there is no {CONTROL}")
+@real_service
 @ENGINES
 def test_a_job_of_a_real_service_is_refused(tmp_path: Path, engine: str) -> None:
     with service(tmp_path) as variables:
         assert MPS in refusal(tmp_path, engine=engine, gpu="nvidia", **variables)
+
+
+@pytest.mark.gpu
+@real_service
+def test_clients_of_a_real_service_come_back_with_it_and_without(tmp_path: Path) -> None:
+    with ExitStack() as until_it_ends:
+        variables = until_it_ends.enter_context(service(tmp_path / "service"))
+        with images_of_clients(tmp_path, "nvidia", variables) as restore:
+            for name in ("one-left", "two"):
+                restore(name)
+            until_it_ends.close()
+            for name in ("one", "two-left", "alone"):
+                restore(name)
 
 
 @ENGINES

@@ -29,7 +29,6 @@ struct Config {
     int copy_delay_us = 0;   // before every copy or memset that a stream carries out
     std::string log;
     std::string write_log; // one JSON line a launch: the exact ranges that it wrote
-    bool mps = false;      // answers as a device of the Multi-Process Service
     bool peers = true;     // devices reach each other's memory
     bool background = false;
 };

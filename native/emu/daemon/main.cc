@@ -22,11 +22,11 @@ constexpr const char* kUsage =
     "usage: flowgpu-emud [--socket PATH] [--devices N] [--memory BYTES] [--context BYTES]\n"
     "                    [--name TEXT] [--capability M.N] [--idle SECONDS]\n"
     "                    [--kernel-delay US] [--copy-delay US] [--log FILE]\n"
-    "                    [--write-log FILE] [--mps 0|1] [--peers 0|1]\n"
+    "                    [--write-log FILE] [--peers 0|1]\n"
     "                    [--background]\n"
     "Each option has an environment variable: FLOWGPU_EMU_SOCKET, _DEVICES, _MEMORY,\n"
     "_CONTEXT, _NAME, _CAPABILITY, _IDLE, _KERNEL_DELAY, _COPY_DELAY, _LOG, _WRITE_LOG,\n"
-    "_MPS, _PEERS. BYTES may end in K, M, G or T.\n"
+    "_PEERS. BYTES may end in K, M, G or T.\n"
     "The device ends when it had no client for the idle time; 0 keeps it.\n";
 
 bool parse_bytes(const std::string& text, uint64_t* out) {
@@ -79,8 +79,6 @@ bool set_option(Config& config, const std::string& key, const std::string& value
         config.log = value;
     } else if (key == "write-log") {
         config.write_log = value;
-    } else if (key == "mps") {
-        config.mps = value != "0";
     } else if (key == "peers") {
         config.peers = value != "0";
     } else {
@@ -91,7 +89,7 @@ bool set_option(Config& config, const std::string& key, const std::string& value
 
 bool read_environment(Config& config) {
     for (const char* key : {"socket", "devices", "memory", "context", "name", "capability", "idle",
-                            "kernel-delay", "copy-delay", "log", "write-log", "mps", "peers"}) {
+                            "kernel-delay", "copy-delay", "log", "write-log", "peers"}) {
         std::string variable = "FLOWGPU_EMU_";
         for (const char* c = key; *c != '\0'; ++c) {
             variable += *c == '-' ? '_' : static_cast<char>(*c - 'a' + 'A');

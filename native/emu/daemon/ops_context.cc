@@ -196,10 +196,6 @@ int32_t op_DeviceAttribute(Session& s) {
         s.out.put(architecture % 10);
         return CUDA_SUCCESS;
     }
-    if (key == CU_DEVICE_ATTRIBUTE_MPS_ENABLED) {
-        s.out.put(static_cast<int32_t>(s.machine().config().mps));
-        return CUDA_SUCCESS;
-    }
     const auto* found = std::find_if(std::begin(kAttributes), std::end(kAttributes),
                                      [&](const Attribute& a) { return a.key == key; });
     s.out.put(found == std::end(kAttributes) ? 0 : found->value);

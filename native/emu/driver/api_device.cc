@@ -188,9 +188,13 @@ CUresult CUDAAPI cuDeviceTotalMem_v2(size_t* bytes, CUdevice device) {
 }
 
 CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
-    return value == nullptr
-               ? CUDA_ERROR_INVALID_VALUE
-               : rpc(Op::DeviceAttribute, outs(value), static_cast<int>(attribute), device);
+    const CUresult r = value == nullptr ? CUDA_ERROR_INVALID_VALUE
+                                        : rpc(Op::DeviceAttribute, outs(value),
+                                              static_cast<int>(attribute), device);
+    if (r == CUDA_SUCCESS && attribute == CU_DEVICE_ATTRIBUTE_MPS_ENABLED) {
+        *value = !process().service.empty();
+    }
+    return r;
 }
 
 CUresult CUDAAPI cuDeviceComputeCapability(int* major, int* minor, CUdevice device) {

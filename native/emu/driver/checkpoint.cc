@@ -218,7 +218,7 @@ Answer obey(const Order& order) {
     Process& p = process();
     switch (order.verb) {
     case Verb::kLock:
-        return {lock_process(order.timeout_ms), 0};
+        return {p.service.empty() ? lock_process(order.timeout_ms) : CUDA_ERROR_NOT_SUPPORTED, 0};
     case Verb::kCheckpoint:
         return {checkpoint_process(), 0};
     case Verb::kRestore:

@@ -238,6 +238,10 @@ void close_connections() {
         ::close(p.control);
     }
     p.control = -1;
+    for (const int fd : p.service) {
+        ::close(fd);
+    }
+    p.service.clear();
     if (p.uvm >= 0) {
         ::close(p.uvm);
     }
@@ -540,6 +544,9 @@ CUresult CUDAAPI cuInit(unsigned int flags) {
         int control = -1;
         if (!bind_uvm_name()) {
             result = CUDA_ERROR_OPERATING_SYSTEM;
+        } else if (!join_service()) {
+            close_connections();
+            result = CUDA_ERROR_MPS_CONNECTION_FAILED;
         } else if ((control = open_connection(0, &client)) < 0) {
             close_connections();
             result = CUDA_ERROR_NO_DEVICE;

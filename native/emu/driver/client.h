@@ -100,10 +100,11 @@ struct Process {
     // becomes of the environment does not matter later.
     std::string device_path;
     uint64_t client_id = 0;
-    int control = -1;      // the connection that the device ties this client's life to
-    int uvm = -1;          // bound to a name of this process's own, as the real driver's is
-    std::vector<int> idle; // connections that no call uses now
-    std::vector<int> all;  // every open connection, the idle ones included
+    int control = -1;         // the connection that the device ties this client's life to
+    int uvm = -1;             // bound to a name of this process's own, as the real driver's is
+    std::vector<int> service; // from the Multi-Process Service; empty: it is no client
+    std::vector<int> idle;    // connections that no call uses now
+    std::vector<int> all;     // every open connection, the idle ones included
     std::map<uint64_t, ContextPages> context_pages;
     std::map<std::pair<uint64_t, void*>, void*> storage; // by context and key, from a private table
     std::map<void*, size_t> host_memory;                 // from cuMemHostAlloc, ours to unmap
@@ -230,6 +231,8 @@ int open_connection(uint64_t attach_to, uint64_t* client_id);
 // process's name is open: one that an earlier life has left.
 UniqueFd bind_own_name(const char* what);
 bool bind_uvm_name();
+// False: a service was found and did not answer as one. Else `service` has what it gave, if any.
+bool join_service();
 CUresult take_connection(int* fd);
 void return_connection(int fd, bool usable);
 void close_connections();

@@ -30,7 +30,7 @@ namespace {
 bool is_asked_for = false;
 bool is_prepared = false;
 bool compilation_is_forced = false;
-bool parts_are_tried = false;
+char tried[16]; // what `run --untried` names
 char reason[128] = "the job was started with --engine native";
 
 constexpr const char* kUnrecorded = "made by a call that is not recorded";
@@ -180,8 +180,8 @@ bool prepare(void* driver) {
 }
 
 void keep_environment() {
-    const char* untried = getenv("FLOWGPU_UNTRIED");
-    parts_are_tried = untried && strcmp(untried, "mig") == 0;
+    if (const char* untried = getenv("FLOWGPU_UNTRIED"))
+        snprintf(tried, sizeof tried, "%s", untried);
     compilation_is_forced = getenv("CUDA_FORCE_PTX_JIT") || getenv("CUDA_FORCE_JIT");
     if (is_prepared)
         rewind::keep_environment();
@@ -191,8 +191,8 @@ bool forces_compilation() {
     return compilation_is_forced;
 }
 
-bool tries_parts() {
-    return parts_are_tried;
+bool tries(const char* what) {
+    return strcmp(tried, what) == 0;
 }
 
 bool prepared() {

@@ -93,8 +93,8 @@ bool prepare(void* driver);
 bool asked_for(); // by the environment, as it was then
 // After the first cuInit: what is asked of the environment later is answered as it is now.
 void keep_environment();
-bool forces_compilation(); // of PTX text, whatever code there is
-bool tries_parts();        // of GPUs (MIG), on which no real one was tried
+bool forces_compilation();    // of PTX text, whatever code there is
+bool tries(const char* what); // that no real GPU has shown (`run --untried`)
 bool prepared();
 const char* why_not(); // not prepared
 
