@@ -344,7 +344,6 @@ def look(store: Store) -> StoreFacts:
     from datetime import datetime
 
     from flowgpu.errors import FlowError
-    from flowgpu.image.reader import Image
 
     system = os.statvfs(store.path)
     found = StoreFacts(
@@ -359,7 +358,7 @@ def look(store: Store) -> StoreFacts:
         raise OSError(str(error)) from error
     for name in names:
         try:
-            manifest = Image(store.path / name).manifest
+            manifest = store.manifest(name)
         except FlowError:
             found.damaged += 1
             continue

@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,13 @@ class Ranks:
             for rank in range(self._place.local_count)
         ]
         self._write("all", ranks)
-        return [sys.executable, "-S", "-P", str(ROOT), str(self._folder / "all")]
+        # The words are for who compares commands.
+        return [sys.executable, "-S", "-P", str(ROOT), str(self._folder / "all"), *words]
 
-    def wait_as_guest(self, words: Sequence[str] | None) -> int:
+    def wait_as_guest(self, words: Sequence[str] | None, signals: Iterable[int] = ()) -> int:
         """Have the host run these words, and give the rank's exit code at the job's end; None: it
-        restores what it has run before. Raises StartFailed."""
-        for signum in NOT_OURS:
+        restores what it has run before. `signals` are the host's too. Raises StartFailed."""
+        for signum in (*NOT_OURS, *signals):
             signal.signal(signum, lambda *_: None)
         if words is not None:
             self._make_folder()

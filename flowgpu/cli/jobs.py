@@ -28,7 +28,7 @@ from flowgpu.cli.common import (
     say,
     show_json,
 )
-from flowgpu.cli.stored import Stored, run_from, run_stored, stored_options
+from flowgpu.cli.stored import Stored, has_ended, run_from, run_stored, stored_options
 from flowgpu.errors import DUMPED_EXIT, CommandNotFound, CoordinatorGone, RuntimeDirUnsafe
 from flowgpu.jobs import DUMPED, EXITED, KEEP_FINISHED_SECONDS, LOST, SUSPENDED, Job, Registry
 from flowgpu.nodes import MOST_NODES, LauncherPlace, Membership, place_of, secret_of
@@ -91,19 +91,20 @@ def run(
     asked = Stored(**options)
     name, member, ranks = member_of(name, nodes, node, leader, join)
     if ranks and not ranks.hosts:
-        return ranks.wait_as_guest(words)
+        code = 0 if has_ended(asked, name) else ranks.wait_as_guest(words, asked.on_signal)
+        return asked.dumped_exit if code == DUMPED_EXIT else code
     descriptors = inherited.for_job(words, os.environ)
 
     def begin(series: Series | None) -> tuple[Job, int]:
         if origin:
-            return run_from(origin, name, words, series)
+            return run_from(origin, name, words, series, member)
         if not launch.find_program(words[0], os.environ, os.getcwd()):
             raise CommandNotFound(command=words[0])
         driver = start.driver_for(gpu)
         if gpu == "auto":
             note(f"flowgpu: using the {driver.kind} GPU ({driver.reason})")
         return start.run(
-            words,
+            ranks.command(words) if ranks else words,
             name=name,
             driver=driver,
             stdin=stdin_file(),
@@ -115,15 +116,11 @@ def run(
             member=member,
         )
 
-    if member and (origin or any(asked[:-1])):
-        raise click.UsageError("a job of several nodes has no --store and no --from yet")
-    if asked.store:
-        return run_stored(asked, name, words, begin)
-    if any(asked[1:-1]):
+    if not asked.store and any(asked[1:-1]):
         raise click.UsageError("an option for images needs --store")
-    with ranks.hosting() if ranks else nullcontext():
-        if ranks:
-            words[:] = ranks.command(words)
+    with ranks.hosting() if ranks and not has_ended(asked, name) else nullcontext():
+        if asked.store:
+            return run_stored(asked, name, words, begin, member)
         ended, code = begin(None)
     report_end(ended, code)
     return asked.dumped_exit if ended.state == DUMPED else code

@@ -34,7 +34,6 @@ from flowgpu.errors import (
     NothingMeasured,
     OutputUnusable,
     UnknownJob,
-    Unsupported,
 )
 from flowgpu.frequency import HOUR, Between, Costs
 from flowgpu.jobs import Job, Registry
@@ -120,8 +119,6 @@ def checkpoint(
     if period is None:
         raise click.UsageError("--store needs --every.")
     record = find_live(registry, job)
-    if record.nodes > 1:
-        raise Unsupported(name="several nodes, for series of images")
     between = period(registry.dir(record.id))
     store = Store(folder)
     written = 0
@@ -277,12 +274,10 @@ def list_images(folder: Path, as_json: bool) -> None:
 
 
 def _describe(found: Store, name: str) -> dict[str, Any]:
-    from flowgpu.image.reader import Image
-
     usage = found.usage(name)
     row = {"name": name, "job": "-", "created": "-", "error": None}
     try:
-        manifest = Image(found.path / name).manifest
+        manifest = found.manifest(name)
         row |= {"job": manifest.job.name, "created": manifest.created}
     except FlowError as error:
         row |= {"job": "(damaged)", "error": str(error)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
     from flowgpu.image.manifest import Manifest
     from flowgpu.image.store import Store
     from flowgpu.jobs import Job
+    from flowgpu.nodes import Membership
     from flowgpu.series import Series
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+ASIDE_SECONDS = 10.0
 NEVER_HEARD = (signal.SIGKILL, signal.SIGSTOP)
 Start = Callable[["Series"], "tuple[Job, int]"]
 
@@ -109,8 +112,17 @@ def _dumping(text: str) -> int:
     return signum
 
 
-def run_stored(asked: Stored, name: str | None, words: list[str], begin: Start) -> int:
-    """Go on with the job of this name from its store, or `begin` it. Gives the exit code."""
+def run_stored(
+    asked: Stored,
+    name: str | None,
+    words: list[str],
+    begin: Start,
+    member: Membership | None = None,
+) -> int:
+    """Go on with the job of this name from its store, or `begin` it. Gives the exit code.
+
+    The store of a job of several nodes is a folder that they share. Node 0 looks after it.
+    """
     from flowgpu.errors import StoreHasJob, StoreUnusable
     from flowgpu.image.store import Store
 
@@ -120,8 +132,9 @@ def run_stored(asked: Stored, name: str | None, words: list[str], begin: Start) 
     if not asked.store.is_dir():
         raise StoreUnusable(path=asked.store, reason="there is no such folder")
     store = Store(asked.store / name)
-    with store.adding(f"job {name!r}"):
-        for left in store.clean():
+    leads = member is None or member.node == 0
+    with store.adding(f"job {name!r}") if leads else store.following():
+        for left in store.clean() if leads else ():
             note(f"flowgpu: removed {left}, which was never completed")
         if store.has_ended():
             if not asked.resume:
@@ -130,18 +143,35 @@ def run_stored(asked: Stored, name: str | None, words: list[str], begin: Start) 
             return 0
         if not asked.resume and (store.names() or store.damaged()):
             raise StoreHasJob(path=store.path, job=name, reason="--resume was not given")
-        return _run(asked, name, words, store, begin)
+        return _run(asked, name, words, store, begin, member)
 
 
-def _run(asked: Stored, name: str, words: list[str], store: Store, begin: Start) -> int:
+def has_ended(asked: Stored, name: str | None) -> bool:
+    """True if the job is not run again because it has ended well."""
+    from flowgpu.image.store import Store
+
+    if asked.store is None or name is None or not asked.resume:
+        return False
+    return Store(asked.store / name).has_ended()
+
+
+def _run(
+    asked: Stored,
+    name: str,
+    words: list[str],
+    store: Store,
+    begin: Start,
+    member: Membership | None,
+) -> int:
     from flowgpu.errors import NoGoodImage
     from flowgpu.jobs import DUMPED
     from flowgpu.render import one_line
     from flowgpu.series import Series
 
+    leads = member is None or member.node == 0
     series = Series(
         store,
-        period=period_of(asked.every, asked.failures_per_hour),
+        period=period_of(asked.every, asked.failures_per_hour) if leads else None,
         keep=asked.keep or KEEP,
         signals=asked.on_signal,
         say=note,
@@ -150,7 +180,7 @@ def _run(asked: Stored, name: str, words: list[str], store: Store, begin: Start)
     if series.told:
         note(f"flowgpu: {name} was told to go before it began: its store is as it was")
         return asked.dumped_exit
-    ended = _restore(name, words, store, series)
+    ended = _restore(name, words, store, series, member)
     if ended is None:
         damaged = store.damaged()
         if damaged and not asked.fresh_if_damaged:
@@ -162,7 +192,7 @@ def _run(asked: Stored, name: str, words: list[str], store: Store, begin: Start)
         image = one_line(job.image or "-")
         note(f"flowgpu: {name} was dumped to {image}; the same command goes on from it")
         return asked.dumped_exit
-    if code == 0:
+    if code == 0 and leads:
         try:
             store.end()
         except OSError as error:
@@ -170,38 +200,69 @@ def _run(asked: Stored, name: str, words: list[str], store: Store, begin: Start)
     return code
 
 
-def _restore(name: str, words: list[str], store: Store, series: Series) -> tuple[Job, int] | None:
+def _restore(
+    name: str, words: list[str], store: Store, series: Series, member: Membership | None
+) -> tuple[Job, int] | None:
     """Restore the newest image that is whole, until the job ends; None if there is none."""
-    from flowgpu import start
-    from flowgpu.errors import ImageDamaged, StoreHasJob
+    from flowgpu.errors import ImageDamaged, NodeFailed, StoreHasJob
 
-    for image in reversed(store.names()):
+    while names := store.names():
+        path = store.path / names[-1]
         try:
-            path = store.path / image
-            saved = start.saved(path)
+            part, own, saved = _part(path, member)
             if other := _other_command(words, saved):
                 raise StoreHasJob(path=store.path, job=name, reason=f"they are of {other}")
-            return _restore_image(name, path, saved, series)
+            return _restore_image(name, path, part, saved, series, own)
         except ImageDamaged as error:
             note(f"flowgpu: {error}")
-            note(f"flowgpu: it is set aside as {store.set_aside(image)}")
+            note(f"flowgpu: it is set aside as {store.set_aside(path.name)}")
+        except NodeFailed as error:
+            # A node that finds its part damaged sets the image of all nodes aside.
+            until = time.monotonic() + ASIDE_SECONDS
+            while not store.is_damaged(path.name):
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(ASIDE_SECONDS / 100)
+            note(f"flowgpu: {error}")
     return None
 
 
 def run_from(
-    image: Path, name: str | None, words: list[str], series: Series | None
+    image: Path,
+    name: str | None,
+    words: list[str],
+    series: Series | None,
+    member: Membership | None = None,
 ) -> tuple[Job, int]:
     """Begin as an image of the same command, until the job ends. Raises UsageError, FlowError."""
-    from flowgpu import start
-
-    saved = start.saved(image)
+    part, own, saved = _part(image, member)
     if other := _other_command(words, saved):
         raise click.UsageError(f"--from {image} is of {other}")
-    return _restore_image(name or saved.job.name, image, saved, series)
+    return _restore_image(name or saved.job.name, image, part, saved, series, own)
+
+
+def _part(image: Path, member: Membership | None) -> tuple[Path, Membership | None, Manifest]:
+    """The part of an image that this node restores, which node it is then, and what it has.
+
+    Raises ImageDamaged, UsageError.
+    """
+    from flowgpu import start
+    from flowgpu.cli.checkpoint import member_of
+
+    node, leader = (member.node, member.leader) if member else (None, None)
+    part, own = member_of(image, node, leader)
+    if (own.count if own else 1) != (member.count if member else 1):
+        raise click.UsageError(f"{image} is of {own.count if own else 1} nodes")
+    return part, own, start.saved(part)
 
 
 def _restore_image(
-    name: str, path: Path, saved: Manifest, series: Series | None
+    name: str,
+    image: Path,
+    part: Path,
+    saved: Manifest,
+    series: Series | None,
+    member: Membership | None,
 ) -> tuple[Job, int]:
     from flowgpu import start
     from flowgpu.cli.checkpoint import reporter
@@ -214,12 +275,12 @@ def _restore_image(
     start.check_processor(saved)
     if saved.tasks:
         start.check_address_space()
-    note(f"flowgpu: {name} goes on from {path}")
+    note(f"flowgpu: {name} goes on from {image}")
     if not os.access(saved.job.cwd, os.X_OK) and find_here(Path(saved.job.cwd)):
         note(f"flowgpu: it finds this folder at {one_line(saved.job.cwd)}, where it was before")
     with Progress() as progress:
         return start.restore(
-            path,
+            part,
             saved,
             name=name,
             driver=start.driver_for_saved(saved),
@@ -228,6 +289,7 @@ def _restore_image(
             report=reporter(False, False, progress.close),
             options=RestoreOptions(),
             series=series,
+            member=member,
         )
 
 

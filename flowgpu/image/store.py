@@ -6,7 +6,8 @@ to the others (flowgpu/image/linked.py). What is here is their names, and what c
 `000007-20261121T144500Z`            an image: number in the store, time it was begun
 `000008-<time>.partial-<random>`     one that is being written (and locked), or what a crash left
 `.removed-<name>-<random>`           one that is being removed, or what a crash left
-`000007-20261121T144500Z.damaged`    one that a restore has found damaged
+`000007-20261121T144500Z.damaged`    one that a restore has found damaged; of several nodes, it has
+                                    a file `damaged` first, as others may restore from it
 `.lock`                              held by who adds images; names its holder
 `ended`                              the job of a store of one job has ended well; nothing restores
 """
@@ -25,13 +26,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from flowgpu.errors import FlowError, ImageDamaged, ImageVersion, StoreBusy, StoreUnusable
-from flowgpu.image import layout, space
+from flowgpu.image import job_file, layout, space
 from flowgpu.image.digests import ProgressFunction
+from flowgpu.image.manifest import Manifest
 from flowgpu.image.reader import FileIds, Image
 
 LOCK = ".lock"
 ENDED = "ended"
-DAMAGED = ".damaged"
+DAMAGED, MARK = ".damaged", "damaged"
 REMOVED = ".removed-"
 _NAME = re.compile(r"(\d{6,})-\d{8}T\d{6}Z")
 _DAMAGED = re.compile(rf"{_NAME.pattern}{re.escape(DAMAGED)}")
@@ -55,6 +57,9 @@ class Store:
 
     def names(self) -> list[str]:
         """Images, the oldest first; their numbers tell, because a clock can be set back."""
+        return [name for name in self._numbered() if _is_whole(self.path / name)]
+
+    def _numbered(self) -> list[str]:
         return sorted(filter(_NAME.fullmatch, self._entries()), key=_number)
 
     def next_image(self) -> Path:
@@ -68,9 +73,20 @@ class Store:
         return [name for name in self.names() if self._is_of(name, job)]
 
     def newest(self, job: str) -> Path | None:
-        """The image that the next one of this job shares with."""
+        """The image that the next one of this job shares with; none is one of several nodes."""
         found = (name for name in reversed(self.names()) if self._is_of(name, job))
-        return next((self.path / name for name in found), None)
+        newest = next((self.path / name for name in found), None)
+        return None if newest is None or job_file.is_nodes_image(newest) else newest
+
+    def parts(self, name: str) -> list[Path]:
+        """An image, or the parts that are here of one of several nodes. Raises ImageDamaged,
+        ImageVersion."""
+        path = self.path / name
+        return job_file.parts_here(path) if job_file.is_nodes_image(path) else [path]
+
+    def manifest(self, name: str) -> Manifest:
+        """That of an image, or of its first part. Raises ImageDamaged, ImageVersion."""
+        return Image(self.parts(name)[0]).manifest
 
     def remove(self, name: str) -> None:
         """Remove an image: at once out of sight, then from the disk. Raises FileNotFoundError."""
@@ -100,17 +116,35 @@ class Store:
                 path.rename(aside)
                 shutil.rmtree(aside, ignore_errors=True)
                 left.append(name)
+        for name in self._numbered():
+            path = self.path / name
+            if (path / MARK).exists():
+                path.rename(self.path / f"{name}{DAMAGED}")
+            elif not _is_whole(path) and all(map(_is_abandoned, path.glob("*.partial-*/"))):
+                self.remove(name)
+                left.append(name)
         return left
 
     def set_aside(self, name: str) -> Path:
-        """Keep a damaged image where no command takes it for one. Gives its new path."""
+        """Keep a damaged image where no command takes it for one. Gives its new path.
+
+        Other nodes may be restoring from one of several: it has its new path from `clean`.
+        """
         aside = self.path / f"{name}{DAMAGED}"
-        (self.path / name).rename(aside)
+        if job_file.is_nodes_image(self.path / name):
+            (self.path / name / MARK).touch(layout.FILE_MODE)
+        else:
+            (self.path / name).rename(aside)
         return aside
+
+    def is_damaged(self, name: str) -> bool:
+        """True if another node has set this image aside."""
+        return (self.path / name / MARK).exists()
 
     def damaged(self) -> list[str]:
         """Names of the images that were set aside, the oldest first."""
-        return sorted(filter(_DAMAGED.fullmatch, self._entries()), key=_number)
+        marked = [f"{name}{DAMAGED}" for name in self._numbered() if self.is_damaged(name)]
+        return sorted([*filter(_DAMAGED.fullmatch, self._entries()), *marked], key=_number)
 
     def has_ended(self) -> bool:
         """True if the job of this store has ended well."""
@@ -145,6 +179,23 @@ class Store:
             self._lock = None
             os.close(fd)
 
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """While entered, this process may add images beside the one that has entered `adding`, as
+        nodes of one job do. Raises StoreUnusable."""
+        try:
+            self.path.mkdir(layout.DIR_MODE, parents=True, exist_ok=True)
+            self._lock = os.open(
+                self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, layout.FILE_MODE
+            )
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
+            yield
+        finally:
+            os.close(self._lock)
+            self._lock = None
+
     def check_held(self) -> None:
         """Raise StoreUnusable unless the folder is still that which `adding` has locked.
 
@@ -174,7 +225,8 @@ class Store:
         found: dict[str, FlowError | None] = {}
         for name in self.names():
             try:
-                Image(self.path / name).verify("all", progress, known)
+                for part in self.parts(name):
+                    Image(part).verify("all", progress, known)
                 found[name] = None
             except (ImageDamaged, ImageVersion) as error:
                 found[name] = error
@@ -182,7 +234,7 @@ class Store:
 
     def _is_of(self, name: str, job: str) -> bool:
         try:
-            return Image(self.path / name).manifest.job.id == job
+            return any(Image(part).manifest.job.id == job for part in self.parts(name))
         except (ImageDamaged, ImageVersion):
             return False
 
@@ -200,6 +252,14 @@ class Store:
 
 def _number(name: str) -> int:
     return int(name.split("-")[0])
+
+
+def _is_whole(path: Path) -> bool:
+    """False for parts of several nodes that are no image: without `job.json`, or damaged."""
+    if (path / job_file.JOB_FILE).exists():
+        return not (path / MARK).exists()
+    nodes = ("node-*", job_file.mark_name("*"))
+    return (path / layout.MANIFEST).exists() or not any(any(path.glob(name)) for name in nodes)
 
 
 def _is_abandoned(partial: Path) -> bool:

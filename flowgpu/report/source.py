@@ -192,7 +192,7 @@ def of_store(path: Path) -> Series:
     rows, damaged = [], []
     for name in store.names():
         try:
-            manifest = Image(path / name).manifest
+            manifest = store.manifest(name)
         except FlowError as error:
             damaged.append((name, str(error)))
             continue

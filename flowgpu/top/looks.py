@@ -15,7 +15,6 @@ from typing import Any
 from flowgpu import saving, timeline
 from flowgpu.errors import FlowError
 from flowgpu.host.proctree import tree_pids
-from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
 from flowgpu.jobs import (
     CHECKPOINTING,
@@ -227,7 +226,7 @@ class StoreLook:
 
 def _image(store: Store, name: str) -> ImageRow:
     try:
-        manifest = Image(store.path / name).manifest
+        manifest = store.manifest(name)
     except FlowError as error:
         return ImageRow(name, NONE, "", 0.0, 0, 0.0, str(error))
     created = 0.0

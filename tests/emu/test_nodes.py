@@ -27,6 +27,7 @@ from flowgpu import errors
 from flowgpu.host.proctree import task_states
 from flowgpu.image.job_file import JOB_FILE, JobFile
 from flowgpu.image.layout import MANIFEST
+from flowgpu.image.store import Store
 from flowgpu.jobs import LIVE_STATES, Job, Registry
 from flowgpu.launch import GpuKind, emulator_socket
 from flowgpu.start import kill_coordinator, kill_lost
@@ -287,6 +288,70 @@ def test_a_job_that_is_left_running_loses_nothing_and_its_image_restores(
     nodes.check_end()
 
 
+class Lines(Nodes):
+    """One command line a node, started again and again, with a store that they share."""
+
+    def begin(self, store: Path, *options: object) -> None:
+        store.mkdir(exist_ok=True)
+        own = ("--store", store, "--resume", *AT_SIGNALS, *options)
+        for node in self:
+            node.run(*own)
+        for node in self:
+            node.wait_more()
+
+    def told(self, at: int) -> None:
+        """A signal comes to one node."""
+        process = self[at].process
+        assert process is not None
+        process.send_signal(signal.SIGUSR1)
+        assert [node.wait() for node in self] == [errors.DUMPED_EXIT] * 2, self[at].said
+
+
+AT_SIGNALS = ("--on-signal", "USR1=dump", "--on-signal", "TERM=dump")
+
+
+def test_the_same_lines_start_a_job_of_two_nodes_or_go_on_with_it(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    lines, store = Lines(nodes), tmp_path / "store"
+    lines.begin(store)
+    for at in range(2):
+        lines.told(at)
+        lines.begin(store)
+        assert all("goes on from" in node.said for node in lines)
+    assert len(Store(store / NAME).names()) == 2
+    lines.check_end()
+    # An orchestrator may start them once more.
+    for node in nodes:
+        node.run("--store", store, "--resume")
+    assert [node.wait() for node in nodes] == [0, 0]
+    assert all("has ended well before" in node.said for node in nodes)
+
+
+def test_nodes_go_on_from_the_newest_image_that_is_whole_on_all(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    lines, store = Lines(nodes), Store(tmp_path / "store" / NAME)
+    lines.begin(store.path.parent, "--every", 0.5)
+    wait_for(lambda: len(store.names()) >= 2, "two images", SECONDS)
+    for node in nodes:
+        node.clear()  # as machines that go down
+    unfinished = store.path / "999999-20261128T000000Z"
+    (unfinished / "node-0").mkdir(parents=True)
+    names = store.names()
+    damaged = store.path / names[-1] / "node-1" / "criu" / "inventory.img"
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    said = store.path / names[-2]
+    for node in nodes:
+        node.out.write_text((said / f"node-{node.number}" / "output.log").read_text())
+    lines.begin(store.path.parent)
+    assert store.damaged() == [f"{names[-1]}.damaged"]
+    assert not unfinished.exists()
+    assert all(f"goes on from {said}" in node.said for node in nodes)
+    lines.check_end()
+
+
 def connected_hosts(
     stack: contextlib.ExitStack, addresses: Sequence[str], interface: str = "fgveth"
 ) -> dict[str, str]:
@@ -444,6 +509,31 @@ def test_ranks_that_srun_starts_are_one_tree_a_node(
         found = first.out(rank).read_text().splitlines()
         assert sorted(found) == sorted([*lines[rank], *lines[rank + 1], "done", "done"])
         assert first.out(rank + 1).read_text() == ""
+
+
+def test_ranks_that_srun_starts_again_go_on_from_their_store(
+    nodes: Nodes, launch: Callable[[], Launched], tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    program = ("bash", "-c", RANK, sys.executable, PROGRAM, tmp_path, STEPS)
+    own = ("--store", store, "--resume", *AT_SIGNALS, "--dumped-exit", 85)
+    line = ("run", "--gpu", "emulated", "--join", NAME, *own, "--", *program)
+    turns = [launch() for _ in range(3)]
+    turns[0].start(*line)
+    for rank in (0, 2):
+        wait_for(turns[0].out(rank).read_text, "lines", SECONDS)
+    for process in turns[0].processes:  # as a scheduler tells all
+        process.send_signal(signal.SIGUSR1)
+    assert turns[0].wait() == [85] * 4, turns[0].said()
+    nodes.hurry()
+    for turn in turns[1:]:
+        turn.start(*line)
+        assert turn.wait() == [0] * 4, turn.said()
+    lines = expected(4, STEPS)
+    for rank in (0, 2):
+        found = turns[0].out(rank).read_text().splitlines()
+        assert sorted(found) == sorted([*lines[rank], *lines[rank + 1], "done", "done"])
 
 
 def test_each_command_of_a_launcher_has_its_ranks_exit_code(launch: Callable[[], Launched]) -> None:
@@ -663,9 +753,27 @@ def test_the_secret_is_not_in_the_job_or_its_image(nodes: Nodes, image: Path) ->
     assert (image / JOB_FILE).stat().st_mode & 0o77 == 0
 
 
-def test_suspensions_and_series_of_several_nodes_are_refused(nodes: Nodes, tmp_path: Path) -> None:
+def test_suspensions_of_several_nodes_are_refused(nodes: Nodes) -> None:
     nodes.run()
     failed(nodes[0].flowgpu("suspend", NAME), errors.Unsupported)
-    series = ("checkpoint", NAME, "--store", tmp_path / "store", "--every", 60)
-    failed(nodes[0].flowgpu(*series), errors.Unsupported)
+    nodes.check_end()
+
+
+def test_a_series_of_several_nodes_has_images_that_restore(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.run()
+    store = Store(tmp_path / "store")
+    series = ("--store", store.path, "--every", 0.3, "--count", 3, "--keep", 2)
+    done = nodes[1].flowgpu("checkpoint", NAME, *series)
+    assert done.returncode == 0, done.stderr
+    assert len(store.names()) == 2
+    assert nodes[0].flowgpu("store", "verify", store.path).returncode == 0
+    listed = json.loads(nodes[0].flowgpu("store", "ls", store.path, "--json").stdout)
+    assert [(row["job"], row["error"]) for row in listed] == [(NAME, None)] * 2
+    for node in nodes:
+        node.flowgpu("kill", NAME)
+    assert [node.wait() for node in nodes] == [137, 137]
+    newest = store.path / store.names()[-1]
+    for node in nodes:
+        node.out.write_text((newest / f"node-{node.number}" / "output.log").read_text())
+    nodes.restore(newest)
     nodes.check_end()
