@@ -36,13 +36,16 @@ class Job:
         script: str = "job.sh",
         words: Sequence[str] = WORDS,
         every: str = "1",
+        first: str = "",
     ) -> None:
+        """`first`: what the shell does before each `flowgpu`."""
         self.slurm, self.folder = slurm, folder
         self.hurrying, self.out, self.err = (folder / name for name in ("hurry", "out", "err"))
         programs = folder / "bin"
         programs.mkdir()
         program = programs / "flowgpu"
-        program.write_text(f'#!/bin/sh\ncd {ROOT}\nexec {sys.executable} -m flowgpu "$@"\n')
+        line = f'exec {sys.executable} -m flowgpu "$@"'
+        program.write_text(f"#!/bin/sh\n{first}\ncd {ROOT}\n{line}\n")
         program.chmod(0o755)
         variables = {
             "PATH": f"{programs}:{os.environ['PATH']}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,11 +11,21 @@ import pytest
 
 from flowgpu.image.store import Store
 from flowgpu.jobs import Registry, is_process
-from tests.emu.test_checkpoint import SECONDS, emulated_machine, flowgpu, undisturbed
+from flowgpu.launch import emulator_socket
+from tests.emu import node_program
+from tests.emu.test_checkpoint import (
+    SECONDS,
+    STEPS,
+    emulated_machine,
+    end_emulator,
+    flowgpu,
+    undisturbed,
+)
 from tests.slurm.cluster import Cluster, missing
 from tests.slurm.job import Job, cluster
 from tests.unit.coordinator_job import wait_for
 
+PROGRAM = Path(node_program.__file__)
 absent = missing()
 pytestmark = [
     pytest.mark.skipif(bool(absent), reason=f"Slurm is not installed: {', '.join(absent)}"),
@@ -75,6 +87,46 @@ def test_a_preempted_job_is_requeued_and_goes_on_to_its_end(
     submit: Callable[..., Job], expected: list[str]
 ) -> None:
     preempted(submit(), expected)
+
+
+@pytest.fixture
+def apart(machine: Path) -> Iterator[str]:
+    """What makes a host of each node, as far as FlowGPU sees: the shell's words for that."""
+    bases = [Path(f"{machine}-node{number}") for number in range(2)]
+    for base in bases:
+        done = flowgpu(
+            "run", "--gpu", "emulated", "--", "true", env={"FLOWGPU_RUNTIME_DIR": str(base)}
+        )
+        assert done.returncode == 0, done.stderr
+    # The names of the nodes lead nowhere here.
+    yield f"export FLOWGPU_RUNTIME_DIR={machine}-$SLURMD_NODENAME SLURM_STEP_NODELIST=127.0.0.1"
+    for base in bases:
+        end_emulator(emulator_socket(base))
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def test_a_preempted_job_of_two_nodes_goes_on_on_both(
+    slurm: Cluster, apart: str, tmp_path: Path
+) -> None:
+    rank = 'exec "$0" "$1" "$2" $SLURM_PROCID 2 "$3"'
+    words = ("bash", "-c", rank, sys.executable, str(PROGRAM), str(tmp_path), str(STEPS))
+    job = Job(slurm, tmp_path, "-N2", script="nodes.sh", words=words, every="600", first=apart)
+    go = tmp_path / "go"
+    try:
+        job.wait_more(6)
+        wait = f"while [ ! -e {go} ]; do sleep 0.1; done"
+        other = ("--parsable", "-p", "high", "--nodelist=node1", "--mem=500", "--gres=gpu:1")
+        number = slurm.ask("sbatch", *other, f"--output={tmp_path}/other", "--wrap", wait).strip()
+        slurm.wait_state(number, "RUNNING")
+        wait_for(lambda: job.said.count("goes on from it") == 2, "the dump of both", SECONDS)
+        go.touch()
+        wait_for(lambda: job.said.count(f"restored job-{job.number}") == 2, "both again", SECONDS)
+        job.hurrying.touch()
+        assert slurm.wait_state(job.number, "COMPLETED")["Restarts"] == "1", job.said
+    finally:
+        slurm.ask("scancel", job.number)
+    lines = [line for of_rank in node_program.expected(2, STEPS) for line in (*of_rank, "done")]
+    assert sorted(job.lines) == sorted(lines), job.said
 
 
 def test_a_job_requeues_itself_where_slurm_does_not(expected: list[str], tmp_path: Path) -> None:
