@@ -340,11 +340,19 @@ class Restore:
         path = addresses.own_toward(leader and nodes.address(leader)[0])
         used = criu_images.local_hosts(self._criu_dir)
         alone = self._member is None
-        now = addresses.here(path)
-        given = self._options.addresses
+        given, untold = self._options.addresses, ""
+        try:
+            now = addresses.here(path)
+        except OSError as error:  # a sandbox may forbid AF_NETLINK
+            now, untold = [], words_of(error)
+            log.warning("the addresses of this machine are not known: %s", untold)
         choice = addresses.choose(self._manifest.addresses, used, now, path, alone, given)
-        for host in choice.lacking:
-            words = f"its sockets have the address {host}, and this machine none for it"
+        lacking, none = choice.lacking, "this machine none for it"
+        if untold:
+            lacking = [host for host in used if host not in (choice.moves.get(host), *given)]
+            none = f"this machine does not tell which it has instead ({untold})"
+        for host in lacking:
+            words = f"its sockets have the address {host}, and {none}"
             reason = f"{words}; --address {host}=NEW gives one"
             raise RestoreFailed(job=self._job.name, reason=reason)
         for host in given.keys() & choice.moves.keys():

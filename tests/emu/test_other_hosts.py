@@ -183,6 +183,20 @@ class Job:
         return [one.strip().splitlines() for one in text.split("ready")]
 
 
+# A command that starts others without AF_NETLINK, as some sandboxes do.
+NO_NETLINK = [
+    sys.executable,
+    "-c",
+    """
+import ctypes, os, struct, sys
+code = [(0x20, 0, 0, 0), (0x15, 0, 3, 41), (0x20, 0, 0, 16), (0x15, 0, 1, 16)]  # socket(AF_NETLINK
+code += [(0x06, 0, 0, 0x50061), (0x06, 0, 0, 0x7FFF0000)]  # EAFNOSUPPORT
+held = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in code))
+told = ctypes.create_string_buffer(struct.pack("=HxxxxxxQ", len(code), ctypes.addressof(held)))
+assert ctypes.CDLL(None).syscall(317, 1, 0, told) == 0
+os.execvp(sys.argv[1], sys.argv[1:])
+""",
+]
 WORDS = ("early", "kept", "names", "again", "datagrams", "child", "met", "gpu", "ready")
 
 
@@ -229,3 +243,20 @@ def test_an_address_that_is_asked_for_is_taken_or_named(
     job.dump(tmp_path / "second", 2)
     assert f"flowgpu: address {OLD} is now 10.99.0.6" in job.lines
     assert f"flowgpu: address {OLD_6} is now ::1" in job.lines
+
+
+def test_where_addresses_are_not_told_a_job_that_keeps_its_own_is_restored_and_others_are_named(
+    job: Job, networks: Networks, tmp_path: Path
+) -> None:
+    first = networks.host(f"{OLD}/24", f"{OLD_6}/64", interface="net0")
+    job.run(first)
+    job.dump(tmp_path / "image", 1)
+    other = networks.host("10.99.0.5/24", "fd00:99::5/64", interface="net0")
+    job.restore([*other, *NO_NETLINK], tmp_path / "image")
+    assert job.wait() == RestoreFailed.exit_code
+    assert "this machine does not tell which it has instead" in job.lines[-2]
+    (tmp_path / "go+").touch()
+    job.restore([*first, *NO_NETLINK], tmp_path / "image")
+    assert job.wait() == 0, job.lines
+    early, *rounds = job.rounds()
+    assert rounds == [early[1:]] * 2, job.lines
