@@ -236,8 +236,15 @@ class Pause(ABC):
         group.refuse_outside()
 
     def _refuse_engine(self) -> None:
-        """Refuse by name what the engine would fail at."""
-        self._engine.refuse(self._group)
+        """Refuse by name what the engine would fail at, and say why it is not the other one."""
+        try:
+            self._engine.refuse(self._group)
+        except FlowError as error:
+            if self._options.engine != "auto" or not self._plan.reason:
+                raise
+            last = error.field_names()[-1]
+            both = f"{error.fields[last]} ({self._plan.reason})"
+            raise type(error)(**{**error.fields, last: both}) from error
 
     def _against_replay(self) -> list[str]:
         """What speaks against the engine replay: what it cannot save, and communicators within this
