@@ -601,7 +601,7 @@ class GpuFull(FlowError):
     """A GPU of job {job!r} is too full: {reason}."""
 
     exit_code = 96
-    hint = "The job runs on as before. A checkpoint needs 4 MiB of each GPU free."
+    hint = "The job runs on as before. It, or what else uses the GPU, has to leave more of it free."
 
 
 class CheckpointSpoilt(FlowError):

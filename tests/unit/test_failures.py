@@ -12,7 +12,14 @@ from coordinator import server
 from coordinator.failures import FailedPhase, explain
 from coordinator.ghost_client import GhostError
 from coordinator.phases import Phase
-from flowgpu.errors import CheckpointFailed, FlowError, InternalError, is_internal, words_of
+from flowgpu.errors import (
+    CheckpointFailed,
+    FlowError,
+    GpuFull,
+    InternalError,
+    is_internal,
+    words_of,
+)
 from flowgpu.host import criu_images
 from flowgpu.options import CheckpointOptions
 
@@ -63,6 +70,13 @@ def test_a_checkpoint_that_failed_by_a_mistake_of_ours_says_so() -> None:
     )
     assert "phase CAPTURE: IndexError: " in str(error) and place() in str(error)
     assert type(named(RuntimeError("a task has mapped less"))) is CheckpointFailed
+
+
+def test_a_suspension_on_a_full_gpu_is_not_called_a_checkpoint() -> None:
+    error = GhostError("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY")
+    told = explain(FailedPhase("suspension", error, Phase.PREPARE, late=False), "train", OPTIONS)
+    assert type(told) is GpuFull
+    assert "checkpoint" not in f"{told} {told.hint}"
 
 
 def test_a_request_that_fails_by_a_mistake_of_ours_says_so(
