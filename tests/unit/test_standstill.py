@@ -448,8 +448,10 @@ while True:
 
 
 def test_the_end_of_a_child_that_is_killed_meanwhile_is_its_parents() -> None:
-    with _started(WORKERS) as job:
+    with _started(WORKERS) as job, ExitStack() as stack:
         still = Standstill(job.pid, 5)
+        # Nobody's any more then, and stopped: it does not see that it is to end.
+        stack.callback(os.kill, tree_pids(job.pid)[1], signal.SIGKILL)
         os.kill(job.pid, signal.SIGKILL)
         assert still.put_back() == []
         still.finish()
