@@ -142,15 +142,19 @@ def _poke(thread: int, at: int, data: bytes) -> None:
 def let_run(thread: int, request: int, until: int) -> None:
     """Let the thread run until it stops with the signal `until`, which it does not get.
 
-    Raises OSError, where it runs into a fault: it would meet that again and again.
+    Raises OSError, where it runs into a fault: it would meet that again and again. Raises
+    TimeoutError after STOP_SECONDS, with a thread that has stopped, unless it cannot.
     """
-    status = 0
+    status, deadline = 0, time.monotonic() + ptrace.STOP_SECONDS
     while status >> 8 != until:
         # One that stops its process is for all of it, and takes effect when it is let go.
         ptrace.ptrace(request, thread, signal.SIGSTOP if status >> 8 == signal.SIGSTOP else 0)
-        _, status = os.waitpid(thread, ptrace.WALL)
-        if not os.WIFSTOPPED(status):
-            raise ProcessLookupError
+        try:
+            status = ptrace.wait_stop(thread, deadline)
+        except TimeoutError:
+            ptrace.ptrace(ptrace.INTERRUPT, thread)  # only then it can be put back
+            ptrace.wait_stop(thread, time.monotonic() + ptrace.STOP_SECONDS)
+            raise
         if status >> 8 in FAULTS:
             name = signal.Signals(status >> 8).name
             raise OSError(errno.EFAULT, f"thread {thread} ran into {name} at a call")

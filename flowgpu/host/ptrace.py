@@ -58,27 +58,32 @@ def ptrace(request: int, thread: int, data: ctypes._CData | int = 0, address: in
     return int(answer)
 
 
-def wait_event_stop(thread: int, deadline: float) -> None:
-    """Wait until a thread has stopped after INTERRUPT, or after SEIZE of a stopped one. A signal
-    that comes first is delivered.
+def wait_stop(thread: int, deadline: float) -> int:
+    """Wait until a traced thread has stopped. Gives its status (waitpid(2)).
 
-    Raises ProcessLookupError where it has ended, and TimeoutError, with a thread that stops as soon
-    as it can.
+    Raises ProcessLookupError where it has ended, and TimeoutError.
     """
     soon = time.monotonic() + SOON_SECONDS
     while True:
         found, status = os.waitpid(thread, WALL | os.WNOHANG)
-        if found and not os.WIFSTOPPED(status):
-            raise ProcessLookupError(errno.ESRCH, f"thread {thread} has ended")
-        if found and status >> 16 == EVENT_STOP:
-            return
-        now = time.monotonic()
+        if found and os.WIFSTOPPED(status):
+            return status
         if found:
-            ptrace(CONT, thread, os.WSTOPSIG(status))
-        elif now >= deadline:
+            raise ProcessLookupError(errno.ESRCH, f"thread {thread} has ended")
+        now = time.monotonic()
+        if now >= deadline:
             raise TimeoutError(errno.ETIMEDOUT, f"thread {thread} does not stop")
-        else:
-            time.sleep(LOOK_SECONDS if now >= soon else 0.0)
+        time.sleep(LOOK_SECONDS if now >= soon else 0.0)
+
+
+def wait_event_stop(thread: int, deadline: float) -> None:
+    """Wait until a thread has stopped after INTERRUPT, or after SEIZE of a stopped one. A signal
+    that comes first is delivered.
+
+    Raises as `wait_stop`; the thread stops as soon as it can then.
+    """
+    while (status := wait_stop(thread, deadline)) >> 16 != EVENT_STOP:
+        ptrace(CONT, thread, os.WSTOPSIG(status))
 
 
 def let_go(pid: int, threads: Iterable[int]) -> None:

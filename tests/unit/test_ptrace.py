@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +16,15 @@ from typing import Any
 import pytest
 
 from flowgpu.host import inject, probes, ptrace
-from flowgpu.host.proctree import children, status_numbers, thread_state
+from flowgpu.host.proctree import children, is_stopped, status_numbers, thread_state
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
 
 pytestmark = pytest.mark.skipif(
     "CAP_SYS_PTRACE" not in probes.capabilities(), reason="others may not be traced"
 )
 
+PAUSE = 34  # asm/unistd_64.h
 # Its thread waits, as in vfork(2), until a child has opened the FIFO.
 SPAWNS = """
 import os, sys
@@ -95,6 +98,31 @@ def test_a_process_that_runs_again_is_not_waited_for() -> None:
         assert process.stdout
         process.stdout.readline()
         assert isinstance(in_a_thread(work), TimeoutError)
+        os.kill(process.pid, signal.SIGUSR1)
+        assert process.stdout.readline() == b"got it\n"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_call_that_does_not_end_is_given_up_and_the_thread_is_as_it_was() -> None:
+    def work() -> None:
+        maps = Path(f"/proc/{process.pid}/maps").read_bytes()
+        instruction = inject.syscall_instruction(process.pid, maps)
+        with (
+            inject.seized(process.pid, [process.pid]),
+            inject.calling(process.pid, lambda: instruction, filtered=False) as caller,
+        ):
+            caller.call(PAUSE)
+
+    with running(WAITS) as process:
+        assert process.stdout
+        process.stdout.readline()
+        os.kill(process.pid, signal.SIGSTOP)
+        inject.wait_stopped(process.pid, time.monotonic() + SECONDS)
+        error = in_a_thread(work)
+        assert isinstance(error, TimeoutError) and f"thread {process.pid}" in str(error), error
+        assert status_numbers(process.pid, "TracerPid") == [0]
+        assert is_stopped(process.pid)
+        os.kill(process.pid, signal.SIGCONT)
         os.kill(process.pid, signal.SIGUSR1)
         assert process.stdout.readline() == b"got it\n"
 
