@@ -17,7 +17,7 @@ from coordinator.open_files import lacking
 from coordinator.process import service_threads
 from flowgpu.errors import TaskStopped
 from flowgpu.host import seccomp, unix_sockets
-from flowgpu.host.proctree import PROC, fd_targets, inner_pid, is_stopped, send
+from flowgpu.host.proctree import PROC, fd_targets, inner_pid, is_headless, is_stopped, send
 from flowgpu.jobs import start_time
 from flowgpu.launch import emulator_socket
 
@@ -58,6 +58,8 @@ def _runs(pid: int) -> bool:
 def obstacle(pid: int, blocks: int, *, managed: bool) -> str:
     """What would keep a task from its coordinator, its GPU, so many blocks of memory or managed
     memory; empty if nothing is known to."""
+    if is_headless(pid):
+        return "its first thread has ended"  # and with that most of its /proc
     if why := lacking(pid, blocks):
         return why
     devices = _devices(pid)

@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgpu.errors import AmbiguousJob, JobExists, RuntimeDirUnsafe, UnknownJob
+from flowgpu.host.proctree import is_headless
 
 STARTING = "starting"
 RUNNING = "running"
@@ -132,7 +133,7 @@ def start_time(pid: int) -> int:
     except OSError:
         return 0
     state, *rest = text.rpartition(")")[2].split()
-    return 0 if state in "ZX" else int(rest[18])
+    return 0 if state in "ZX" and not is_headless(pid) else int(rest[18])
 
 
 def uptime() -> float:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 PROC = Path("/proc")
+EXITING = 0x4
+"""A flag of /proc/PID/stat (PF_EXITING of linux/sched.h)."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,18 @@ def thread_state(pid: int, thread: int) -> str:
 def is_dead(pid: int) -> bool:
     """True if a process is gone, or waits for its parent to hear of its end."""
     return set(task_states(pid).values()) <= set("ZX")
+
+
+def is_headless(pid: int) -> bool:
+    """True if the first thread of a process has ended, and another one that is not ending has
+    not."""
+    for thread in thread_ids(pid) if thread_state(pid, pid) in ("Z", "X") else ():
+        with suppress(OSError, IndexError, ValueError):  # it is gone
+            about = (PROC / str(pid) / "task" / str(thread) / "stat").read_bytes()
+            state, *fields = about.rpartition(b")")[2].split()
+            if state not in (b"Z", b"X") and not int(fields[5]) & EXITING:
+                return True
+    return False
 
 
 def is_stopped(pid: int) -> bool:

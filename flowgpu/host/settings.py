@@ -8,6 +8,7 @@ of the job runs.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
@@ -51,7 +52,7 @@ KEY_ID, KEY_JOIN, KEY_SETPERM, KEY_DESCRIBE, KEY_READ = 0, 1, 5, 6, 11
 KEY_USR_SEARCH = 0x00080000
 WHO_PROCESS, IO_CLASS_SHIFT = 1, 13
 CLONE_FS = 0x200
-KCMP_FILES, KCMP_FS = 2, 3
+KCMP_FILE, KCMP_FILES, KCMP_FS, KCMP_EPOLL_TFD = 0, 2, 3, 7
 TIMER_SLACK, COREDUMP_FILTER = 50_000, 0x33
 """What a process has that has chosen nothing."""
 # PR_SET_SPECULATION_CTRL sets these: lines of /proc/PID/status, and words that a program has set.
@@ -348,14 +349,17 @@ _SETTERS: dict[str, Callable[[Caller, Setting], object]] = {
 }
 
 
-def is_apart(one: int, other: int, kind: int) -> bool:
-    """True if the kernel says that two threads do not share a resource, a KCMP_* of this module."""
-    return bool(probes.libc().syscall(KCMP, one, other, kind, 0, 0) > 0)
+def is_apart(one: int, other: int, kind: int, *which: ctypes._CData | int) -> bool:
+    """True if the kernel says that two threads do not share a resource, a KCMP_* of this module.
+
+    `which` of each, where they have several (kcmp(2)).
+    """
+    return bool(probes.libc().syscall(KCMP, one, other, kind, *(which or (0, 0))) > 0)
 
 
-def is_shared(one: int, other: int, kind: int) -> bool:
+def is_shared(one: int, other: int, kind: int, *which: ctypes._CData | int) -> bool:
     """True if the kernel says that two threads share the resource."""
-    return bool(probes.libc().syscall(KCMP, one, other, kind, 0, 0) == 0)
+    return bool(probes.libc().syscall(KCMP, one, other, kind, *(which or (0, 0))) == 0)
 
 
 def _policy(caller: Caller, address: int = 0) -> tuple[int, ...]:

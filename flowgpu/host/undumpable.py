@@ -10,14 +10,17 @@ import ctypes
 import os
 import re
 import stat
+import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from flowgpu.host import probes, settings, unix_sockets
-from flowgpu.host.proctree import PROC, fd_targets, thread_ids
+from flowgpu.host.proctree import PROC, fd_targets, is_headless, thread_ids
 
 # Anonymous inodes of which CRIU 4.2 has an image (criu/files.c, dump_one_file).
 DUMPED = {"bpf-map", "eventfd", "eventpoll", "fanotify", "inotify", "pidfd"}
@@ -36,6 +39,7 @@ MQUEUE_MAGIC = 0x19800202
 # The engine takes these out of the process, or the plugin out of the dump (native/criu_plugin).
 GPU_DEVICES = "/dev/nvidia"
 SCHED_DEADLINE = 6
+EPOLL, EPOLL_SLOT = "anon_inode:[eventpoll]", struct.Struct("=III")  # kcmp_epoll_slot
 DELETED = " (deleted)"
 LONGEST_DELETED = 237
 """Bytes of a deleted file's name: CRIU adds up to 18 to it when it makes the file again."""
@@ -65,11 +69,60 @@ def undumpable(pids: Iterable[int]) -> str:
                 what = what or f"{target}, the terminal of a process outside the job,"
             if what:
                 return f"{what} as fd {fd} (process {pid})"
-    return ""
+    return _lasting(lambda: _escaped(_held(pids)))
+
+
+def _lasting(look: Callable[[], dict[Any, str]]) -> str:
+    """What two looks find: processes are not at rest."""
+    if found := look():
+        time.sleep(RECHECK_SECONDS)
+        found = {key: what for key, what in look().items() if key in found}
+    return next(iter(found.values()), "")
+
+
+def _headless(pid: int) -> dict[Any, str]:
+    return {pid: "a first thread that has ended before others"} if is_headless(pid) else {}
+
+
+def _escaped(held: Held) -> dict[Any, str]:
+    """Epolls with files that are not open where CRIU looks for them: in the first process that has
+    the epoll."""
+    found: dict[Any, str] = {}
+    epolls = [(pid, fd) for pid, fd, target in held if target == EPOLL]
+    for number, (pid, fd) in enumerate(epolls):
+        for closed, inode in _closed(pid, fd):
+            earlier = (
+                settings.is_shared(other, pid, settings.KCMP_FILE, one, fd)
+                for other, one in epolls[:number]
+            )
+            if not any(earlier):
+                what = f"an epoll as fd {fd} (process {pid}), which watches descriptor {closed}"
+                found[pid, fd, closed, inode] = f"{what}, closed there and open elsewhere"
+    return found
+
+
+def _closed(pid: int, epoll: int) -> Iterator[tuple[int, str]]:
+    """Files that an epoll of a process watches and the process has not open: the descriptor by
+    which it had each, and the inode."""
+    seen: Counter[int] = Counter()
+    with suppress(OSError):  # closed by now
+        info = (PROC / str(pid) / "fdinfo" / str(epoll)).read_text()
+        targets = dict(fd_targets(pid))  # later: none that it watches is missing
+        for found in re.finditer(r"^tfd: *(\d+) .* ino:([0-9a-f]+)", info, re.MULTILINE):
+            fd, inode = int(found[1]), found[2]
+            slot = ctypes.create_string_buffer(EPOLL_SLOT.pack(epoll, fd, seen[fd]))
+            seen[fd] += 1
+            if targets.get(fd) == f"socket:[{int(inode, 16)}]":
+                continue
+            fds = sorted(targets, key=lambda one: one != fd)  # most have the same number still
+            if all(settings.is_apart(pid, pid, settings.KCMP_EPOLL_TFD, n, slot) for n in fds):
+                yield fd, inode
 
 
 def _process(pid: int, root: int) -> str:
     """What of a process itself CRIU does not dump, or not so that it can be restored."""
+    if what := _lasting(lambda: _headless(pid)):
+        return what
     for thread in thread_ids(pid):
         for kind in NAMESPACES:
             # One is dumped in a tree, and in none of these two that is not ours; threads' are lost.

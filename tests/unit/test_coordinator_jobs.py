@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu.errors import OutputNotEmpty, StartFailed, Unsupported
+from coordinator.reach import obstacle
+from flowgpu.errors import CriuUnsupported, OutputNotEmpty, StartFailed, Unsupported
+from flowgpu.host.proctree import thread_state
 from flowgpu.image.reader import Image
-from flowgpu.jobs import is_process
+from flowgpu.jobs import is_process, start_time
 from tests.patience import SECONDS
 from tests.unit.coordinator_job import Jobs, wait_for
 
@@ -181,3 +183,29 @@ def test_a_search_of_ours_in_the_job_is_no_debugger(jobs: Jobs, tmp_path: Path) 
     job.wait_line("ready")
     job.dump(tmp_path / "image")
     assert job.end() == 75
+
+
+# Its first thread ends before another, which goes on.
+HEADLESS = """
+import ctypes, itertools, threading, time
+def work():
+    for number in itertools.count(1):
+        print("step", number, flush=True)
+        time.sleep(0.01)
+threading.Thread(target=work).start()
+ctypes.CDLL(None).syscall(60, 0)  # exit(2)
+"""
+
+
+def test_a_job_whose_first_thread_has_ended_is_no_job_that_ends(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.run([sys.executable, "-c", HEADLESS])
+    job.wait_steps(3)
+    root = job.record.root_pid
+    wait_for(lambda: thread_state(root, root) == "Z", "the end of the thread")
+    with pytest.raises(CriuUnsupported, match="a first thread that has ended before others"):
+        job.dump(tmp_path / "image")
+    assert obstacle(root, 0, managed=False) == "its first thread has ended"
+    job.wait_steps(3)
+    job.ask("kill")
+    assert job.end() == 128 + signal.SIGKILL
+    assert not start_time(root)

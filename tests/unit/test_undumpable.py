@@ -27,6 +27,7 @@ from flowgpu.host.undumpable import (
     outside_socket,
     undumpable,
 )
+from flowgpu.jobs import start_time
 from tests.unit.coordinator_job import wait_for
 
 SYS_USERFAULTFD, USER_MODE_ONLY = 323, 1
@@ -407,8 +408,7 @@ def test_what_threads_do_not_share_and_processes_do_is_named(
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_thread_that_has_ended_has_no_table_of_its_own() -> None:
-    """Each thread that is ending has none. A first thread that has ended stays."""
+def test_a_first_thread_that_has_ended_before_others_is_named() -> None:
     program = (
         "import ctypes, threading, time\n"
         "threading.Thread(target=time.sleep, args=(1000,)).start()\n"
@@ -417,6 +417,60 @@ def test_a_thread_that_has_ended_has_no_table_of_its_own() -> None:
     with subprocess.Popen([sys.executable, "-c", program]) as child:
         try:
             wait_for(lambda: thread_state(child.pid, child.pid) == "Z", "the end of the thread")
+            wanted = f"a first thread that has ended before others (process {child.pid})"
+            assert undumpable([child.pid]) == wanted
+            assert start_time(child.pid)
+            os.kill(child.pid, signal.SIGKILL)
+            wait_for(lambda: not start_time(child.pid), "the end of the process")
             assert undumpable([child.pid]) == ""
         finally:
             child.kill()
+
+
+# An epoll, and what becomes of the end of a pipe that it watches.
+WATCHES = """
+import os, select, sys, time
+read, write = os.pipe()
+epoll = select.epoll()
+number = epoll.fileno()
+epoll.register(read, select.EPOLLIN)
+child = os.fork()
+for word in sys.argv[2 if child == 0 else 1].split():
+    {"dup": lambda: os.dup(read), "close": lambda: os.close(read), "epoll": epoll.close,
+     "other": lambda: os.open("/dev/null", os.O_RDONLY)}[word]()
+if child == 0:
+    print("there", flush=True)
+    time.sleep(1000)
+print(read, number, child, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("parent", "child", "named"),
+    [
+        ("", "", ""),
+        ("close", "", "parent"),
+        ("close other", "", "parent"),
+        ("dup close other", "", ""),
+        ("", "close", ""),
+        ("epoll", "close", "child"),
+        ("epoll close", "", ""),
+    ],
+)
+def test_an_epoll_that_watches_what_its_process_has_closed_is_named(
+    parent: str, child: str, named: str
+) -> None:
+    words = [sys.executable, "-c", WATCHES, parent, child]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            lines = {process.stdout.readline(), process.stdout.readline()}
+            watched, epoll, other = map(int, str(*(lines - {"there\n"})).split())
+            owner = {"parent": process.pid, "child": other}.get(named)
+            wanted = f"an epoll as fd {epoll} (process {owner}), which watches descriptor {watched}"
+            found = undumpable([process.pid, other])
+            assert found == (f"{wanted}, closed there and open elsewhere" if named else "")
+        finally:
+            for pid in tree_pids(process.pid):
+                os.kill(pid, signal.SIGKILL)
