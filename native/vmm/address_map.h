@@ -41,7 +41,7 @@ enum class MemoryKind : uint8_t {
     pool,        // from a stream-ordered pool of the driver's; a checkpoint can copy it
     adopted,     // the same after the driver was made anew: it lies in a mapping
     variable,    // of a module, in an allocation
-    cover,       // what the driver, made anew, has reserved for several reservations at once
+    cover,       // what the driver has reserved in one for small or adjoining reservations
     tract,       // managed memory of FlowGPU's, at an address of its choice
     unplaced,    // from cuMemAllocManaged, at one of the driver's
 };
