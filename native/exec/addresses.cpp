@@ -1,14 +1,12 @@
 #include "addresses.h"
 
-#include <cerrno>
 #include <cstring>
 
 #include <arpa/inet.h>
-#include <dlfcn.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 
-#define FGE_EXPORT extern "C" __attribute__((visibility("default")))
+#include "next.h"
 
 namespace flowgpu::exec {
 
@@ -30,8 +28,7 @@ bool is_used() {
     return __builtin_expect(count() != 0, 0);
 }
 
-// The definitions that the program would use without us.
-struct Next {
+struct Functions {
     int (*connect)(int, const sockaddr*, socklen_t);
     int (*bind)(int, const sockaddr*, socklen_t);
     ssize_t (*sendto)(int, const void*, size_t, int, const sockaddr*, socklen_t);
@@ -46,17 +43,8 @@ struct Next {
     ssize_t (*recvmsg)(int, msghdr*, int);
     int (*recvmmsg)(int, mmsghdr*, unsigned, int, timespec*);
 };
-Next found;
-bool begun = false;
 
-template <typename Function> void look_up(Function& function, const char* name) {
-    function = reinterpret_cast<Function>(dlsym(RTLD_NEXT, name));
-}
-
-__attribute__((constructor)) void begin() {
-    if (begun)
-        return;
-    const int error = errno;
+void find(Functions& found) {
     look_up(found.connect, "connect");
     look_up(found.bind, "bind");
     look_up(found.sendto, "sendto");
@@ -70,15 +58,12 @@ __attribute__((constructor)) void begin() {
     look_up(found.recvfrom_chk, "__recvfrom_chk");
     look_up(found.recvmsg, "recvmsg");
     look_up(found.recvmmsg, "recvmmsg");
-    begun = true;
-    errno = error;
 }
 
-// A constructor of the program's libraries may talk before ours has run.
-const Next& next() {
-    if (!begun)
-        begin();
-    return found;
+Next<Functions, find> next;
+
+__attribute__((constructor)) void begin() {
+    next.begin();
 }
 
 // Where a socket's address has its host, and how many bytes that is; 0: it has none.

@@ -8,7 +8,6 @@
 #include <cstring>
 
 #include <alloca.h>
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <spawn.h>
 #include <sys/mman.h>
@@ -16,9 +15,8 @@
 #include <unistd.h>
 
 #include "kept.h"
+#include "next.h"
 #include "unfit.h"
-
-#define FGE_EXPORT extern "C" __attribute__((visibility("default")))
 
 extern char** environ;
 
@@ -31,8 +29,7 @@ using Actions = const posix_spawn_file_actions_t*;
 using Attributes = const posix_spawnattr_t*;
 using Spawn = int (*)(int*, const char*, Actions, Attributes, Strings, Strings);
 
-// The definitions that the program would use without us.
-struct Next {
+struct Functions {
     int (*execve)(const char*, Strings, Strings);
     int (*execvpe)(const char*, Strings, Strings);
     int (*fexecve)(int, Strings, Strings);
@@ -40,17 +37,8 @@ struct Next {
     int (*system)(const char*);
     FILE* (*popen)(const char*, const char*);
 };
-Next found;
-bool begun = false;
 
-template <typename Function> void look_up(Function& function, const char* name) {
-    function = reinterpret_cast<Function>(dlsym(RTLD_NEXT, name));
-}
-
-__attribute__((constructor)) void begin() {
-    if (begun)
-        return;
-    const int error = errno;
+void find(Functions& found) {
     look_up(found.execve, "execve");
     look_up(found.execvpe, "execvpe");
     look_up(found.fexecve, "fexecve");
@@ -59,15 +47,12 @@ __attribute__((constructor)) void begin() {
     look_up(found.system, "system");
     look_up(found.popen, "popen");
     keep();
-    begun = true;
-    errno = error;
 }
 
-// A constructor of the program's libraries may start programs before ours has run.
-const Next& next() {
-    if (!begun)
-        begin();
-    return found;
+Next<Functions, find> next;
+
+__attribute__((constructor)) void begin() {
+    next.begin();
 }
 
 Spawn next_of(const char* name) {
@@ -135,14 +120,14 @@ template <typename Look> const char* looked(Look look) {
 }
 
 int execute(const char* path, Strings arguments, Strings environment) {
-    const Next& go = next();
+    const Functions& go = next();
     const char* why = looked([&] { return path ? unfit_at(AT_FDCWD, path) : nullptr; });
     return hand_on(environment, why,
                    [&](Strings handed) { return go.execve(path, arguments, handed); });
 }
 
 int execute_in_path(const char* file, Strings arguments, Strings environment) {
-    const Next& go = next();
+    const Functions& go = next();
     const char* why = looked([&] { return file ? unfit_in_path(file) : nullptr; });
     return hand_on(environment, why,
                    [&](Strings handed) { return go.execvpe(file, arguments, handed); });
@@ -207,7 +192,7 @@ FGE_EXPORT int execvp(const char* file, Strings arguments) noexcept {
 }
 
 FGE_EXPORT int fexecve(int fd, Strings arguments, Strings environment) noexcept {
-    const Next& go = next();
+    const Functions& go = next();
     // It may have been opened for execution only.
     char path[sizeof "/proc/self/fd/" + 3 * sizeof fd];
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
@@ -280,11 +265,11 @@ FGE_SPAWN(pidfd_spawn, next_of("pidfd_spawn"), unfit_at(AT_FDCWD, path))
 FGE_SPAWN(pidfd_spawnp, next_of("pidfd_spawnp"), unfit_in_path(path))
 
 FGE_EXPORT int system(const char* command) {
-    const Next& go = next();
+    const Functions& go = next();
     return in_shell<int>(command, go.system);
 }
 
 FGE_EXPORT FILE* popen(const char* command, const char* mode) {
-    const Next& go = next();
+    const Functions& go = next();
     return in_shell<FILE*>(command, [&](const char* words) { return go.popen(words, mode); });
 }
