@@ -27,7 +27,7 @@ from coordinator.records import copy_log
 from coordinator.session import Shared
 from coordinator.task_group import TaskGroup
 from flowgpu.errors import CriuFailed, CriuUnsupported, NotEnoughDisk, RegistersInUse
-from flowgpu.host import affinity, criu_images, tcp, tracking
+from flowgpu.host import affinity, criu_images, criu_sockets, tcp, tracking
 from flowgpu.host.criu import Criu, CriuRun
 from flowgpu.host.proctree import mapped_for_writing, resume_tree, stopped_pids, tree_pids
 from flowgpu.host.sandbox import Search
@@ -172,7 +172,7 @@ class CpuSide:
         images = self._shared.image.criu_dir
         if used := criu_images.unsaved_registers(images):
             raise RegistersInUse(job=self._job.name, thread=used[0], names=used[1])
-        if criu_images.lost_sockets(images):
+        if criu_sockets.lost_sockets(images):
             what = "a Unix socket in which another one waits whose other end is closed"
             raise CriuUnsupported(action="dump", what=what)
 
@@ -250,9 +250,9 @@ class CpuSide:
             self._group.disturbed = True
             raise CriuFailed(action="dump", cause="a TCP connection of the job was not still")
         kept = self._kept_connections()
-        criu_images.note_as_sent(folder, kept)
+        criu_sockets.note_as_sent(folder, kept)
         if closed := {end.row.inode for end in self._tcp.outside} - kept:
-            criu_images.close_connections(folder, closed)
+            criu_sockets.close_connections(folder, closed)
 
     def _kept_connections(self) -> set[int]:
         """Inodes of those with both ends in the job."""

@@ -50,7 +50,17 @@ from flowgpu.errors import (
     is_internal,
     words_of,
 )
-from flowgpu.host import addresses, affinity, criu_images, criu_view, probes, processor, stops, tcp
+from flowgpu.host import (
+    addresses,
+    affinity,
+    criu_images,
+    criu_sockets,
+    criu_view,
+    probes,
+    processor,
+    stops,
+    tcp,
+)
 from flowgpu.host.criu import Criu
 from flowgpu.host.criu_view import View
 from flowgpu.host.hold import Held
@@ -338,7 +348,7 @@ class Restore:
         """
         leader = self._member.leader if self._member else ""
         path = addresses.own_toward(leader and nodes.address(leader)[0])
-        used = criu_images.local_hosts(self._criu_dir)
+        used = criu_sockets.local_hosts(self._criu_dir)
         alone = self._member is None
         given, untold = self._options.addresses, ""
         try:
@@ -366,7 +376,7 @@ class Restore:
 
         Raises RestoreFailed.
         """
-        if words := criu_images.leads_to(self._criu_dir, agreed.unclear):
+        if words := criu_sockets.leads_to(self._criu_dir, agreed.unclear):
             reason = f"its TCP connection from {words} leads to a node that had an address of this"
             raise RestoreFailed(job=self._job.name, reason=f"{reason} one, and has another now")
         self._own_moves = {
@@ -380,7 +390,7 @@ class Restore:
         log.info("addresses: %s", ", ".join(f"{one} is {now}" for one, now in changed.items()))
         self._moves, moved = agreed.moves, self._moved_dir
         criu_images.linked(self._criu_dir, moved)
-        criu_images.move_hosts(moved, agreed.moves)
+        criu_sockets.move_hosts(moved, agreed.moves)
         if view is not None:
             (view.path / "files.img").unlink()
             (view.path / "files.img").symlink_to(moved / "files.img")
@@ -391,7 +401,7 @@ class Restore:
 
         CRIU makes the sockets in them, not the folders. Raises RestoreFailed.
         """
-        bound, outside = criu_images.socket_paths(self._criu_dir)
+        bound, outside = criu_sockets.socket_paths(self._criu_dir)
         for path in outside:
             if not path.is_socket():
                 reason = f"it sends to the socket {path} of a process outside, and none is there"

@@ -41,7 +41,7 @@ from typing import Any
 
 from flowgpu import launch
 from flowgpu.errors import CriuFailed, CriuMissing, CriuTimeout, FlowError, PidTaken
-from flowgpu.host import criu_images, criu_log
+from flowgpu.host import criu_images, criu_log, criu_sockets
 from flowgpu.host.criu_view import View
 from flowgpu.host.pages import MEMORY_LIBRARY, PageServer
 from flowgpu.host.proctree import (
@@ -460,7 +460,7 @@ class Criu:
             *("--work-dir", str(work_dir)),
             *("--restore-detached", "--restore-sibling"),
             # Without their states they were closed in the image.
-            *([] if criu_images.tcp_streams(images_dir) else ["--tcp-close"]),
+            *([] if criu_sockets.tcp_streams(images_dir) else ["--tcp-close"]),
             *("--network-lock", "skip"),
             *(word for key, fd in fds.items() for word in ("--inherit-fd", f"fd[{fd}]:{key}")),
         ]

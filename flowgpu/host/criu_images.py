@@ -6,15 +6,13 @@ restore reads with them. Tests compare with pycriu.
 
 from __future__ import annotations
 
-import ipaddress
 import mmap
 import os
 import re
 import signal
 import stat
-import struct
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,15 +22,7 @@ from flowgpu.errors import ImageDamaged
 MAGIC_BYTES = 8  # two magic numbers, before the messages of a file
 _FILE_SHARED = 1 << 7  # of a mapping's status: of a file, and shared
 _FILE = _FILE_SHARED | 1 << 6
-_SOCKET_OUTSIDE = 1 << 0  # of a Unix socket's flags: no process of the image has it
-_INET, _TIMERFD, _UNIX = 4, 12, 16  # of a file's entry
-_RIGHTS = 4  # of a packet's entry
-_CLOSED, _LISTENS = 7, 10  # states of a TCP socket
-_PORT, _HOSTS = 7, (11, 12)  # of a socket's entry: the local port, and the hosts of both ends
-_NOT_SENT = 12  # how many bytes of a connection, in its own file
-_STREAM = "tcp-stream-{}.img"  # by the inode
-MAPPED = "0000000000000000FFFF0000"
-"""What an IPv4 address has before it in the kernel's tables of IPv6."""
+_TIMERFD = 12  # of a file's entry
 # The processor's mask XSTATE_BV says which register sets a thread uses. CRIU has a place for these
 # bits of it: all sets up to the protection keys.
 _SAVED_REGISTERS = 0x2FF
@@ -66,23 +56,6 @@ class RestoreStats:
     forking_s: float
     restore_s: float
     pages_restored: int
-
-
-class TcpStream(NamedTuple):
-    """A connection as it was when its socket was dumped: numbers of the last byte that it had
-    received and that it was to send, and how many bytes the other end may not have yet."""
-
-    received: int
-    queued: int
-    written: int
-
-
-class TcpEnds(NamedTuple):
-    """The address of the end that the image has, both ends in words, and the other address."""
-
-    host: str
-    words: str
-    other: str = ""
 
 
 class Action(NamedTuple):
@@ -125,7 +98,7 @@ class SavedMapping:
     bytes: int
 
 
-class _Message:
+class Message:
     """A protobuf message of an image file: what it has under each number. Raises ImageDamaged."""
 
     def __init__(self, path: Path, data: bytes) -> None:
@@ -167,23 +140,23 @@ class _Message:
         """Bytes; empty when there are none."""
         return self._data[key][-1] if key in self._data else b""
 
-    def message(self, key: int) -> _Message | None:
+    def message(self, key: int) -> Message | None:
         """A message in this one."""
-        return _Message(self._path, self._data[key][-1]) if key in self._data else None
+        return Message(self._path, self._data[key][-1]) if key in self._data else None
 
     def texts(self, key: int) -> Sequence[bytes]:
         """Bytes of a number that may be there more than once."""
         return self._data.get(key, ())
 
-    def messages(self, key: int) -> Iterator[_Message]:
+    def messages(self, key: int) -> Iterator[Message]:
         """Messages in this one, of a number that may be there more than once."""
-        return (_Message(self._path, data) for data in self.texts(key))
+        return (Message(self._path, data) for data in self.texts(key))
 
     def __contains__(self, key: int) -> bool:
         return key in self._numbers or key in self._data
 
 
-def _spans(data: bytes) -> Iterator[tuple[int, int, int]]:
+def spans(data: bytes) -> Iterator[tuple[int, int, int]]:
     """Number, begin and end of each field of a message."""
     at = 0
     while at < len(data):
@@ -213,12 +186,13 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise LookupError("a number of more than 64 bits")
 
 
-def _as_varint(value: int) -> bytes:
+def as_varint(value: int) -> bytes:
+    """A number as messages have it."""
     low = [value >> shift & 0x7F | 0x80 for shift in range(0, max(value.bit_length(), 1), 7)]
     return bytes([*low[:-1], low[-1] & 0x7F])
 
 
-def _messages(path: Path) -> list[_Message]:
+def messages(path: Path) -> list[Message]:
     """Messages of an image file. Raises ImageDamaged."""
     found = []
     try:
@@ -228,7 +202,7 @@ def _messages(path: Path) -> list[_Message]:
             end = at + 4 + int.from_bytes(data[at : at + 4], "little")
             if end > len(data):
                 break
-            found.append(_Message(path, data[at + 4 : end]))
+            found.append(Message(path, data[at + 4 : end]))
             at = end
     except OSError as error:
         raise ImageDamaged(path=path, reason=error.strerror) from error
@@ -239,7 +213,7 @@ def _messages(path: Path) -> list[_Message]:
 
 def pids(images_dir: Path) -> list[int]:
     """Process ids in the image, the root first."""
-    return [entry.number(1) for entry in _messages(images_dir / "pstree.img")]
+    return [entry.number(1) for entry in messages(images_dir / "pstree.img")]
 
 
 def thread_ids(images_dir: Path) -> list[int]:
@@ -252,7 +226,7 @@ def living_pids(images_dir: Path) -> list[int]:
     """Process ids of the image without those that were dead and not yet waited for."""
     found = []
     for pid in pids(images_dir):
-        task = _messages(images_dir / f"core-{pid}.img")[0].message(3)
+        task = messages(images_dir / f"core-{pid}.img")[0].message(3)
         if task is not None and task.number(1) & _ALIVE:
             found.append(pid)
     return found
@@ -262,7 +236,7 @@ def stopped_pids(images_dir: Path) -> list[int]:
     """Processes that were stopped (SIGSTOP, a terminal's ^Z) before CRIU stopped them all."""
     found = []
     for pid in pids(images_dir):
-        task = _messages(images_dir / f"core-{pid}.img")[0].message(3)
+        task = messages(images_dir / f"core-{pid}.img")[0].message(3)
         if task is not None and task.number(1) == _STOPPED:
             found.append(pid)
     return found
@@ -277,31 +251,31 @@ def forget_standstill(
         path = images_dir / f"core-{pid}.img"
         if not path.exists():
             continue  # it was dead
-        (core,) = _messages(path)
+        (core,) = messages(path)
         before = task = core.text(_TASK)
         if not task.startswith(bytes([1 << 3, _STOPPED])):
             continue
         if pid not in stopped:
             task = bytes([1 << 3, _ALIVE]) + task[2:]
         if action is not None:
-            entry = dict(enumerate(_Message(path, task).texts(_ACTIONS), 1))[signal.SIGTRAP]
+            entry = dict(enumerate(Message(path, task).texts(_ACTIONS), 1))[signal.SIGTRAP]
             if not entry.startswith(_as_entry(GUARD)):
                 raise ImageDamaged(path=path, reason="another handler of SIGTRAP")
             changed = _as_entry(action) + entry[len(_as_entry(GUARD)) :]
-            task = _replaced(task, _ACTIONS, entry, changed)
+            task = replaced(task, _ACTIONS, entry, changed)
         data = path.read_bytes()
-        whole = _replaced(data[MAGIC_BYTES + 4 :], _TASK, before, task)
+        whole = replaced(data[MAGIC_BYTES + 4 :], _TASK, before, task)
         path.write_bytes(data[:MAGIC_BYTES] + len(whole).to_bytes(4, "little") + whole)
 
 
 def _as_entry(action: Action) -> bytes:
     """What CRIU's entry of an action begins with."""
-    return b"".join(bytes([n << 3]) + _as_varint(word) for n, word in enumerate(action, 1))
+    return b"".join(bytes([n << 3]) + as_varint(word) for n, word in enumerate(action, 1))
 
 
-def _replaced(message: bytes, key: int, old: bytes, new: bytes) -> bytes:
-    """A message with another value in the first field of that number that has the old one."""
-    before, after = (bytes([key << 3 | 2]) + _as_varint(len(v)) + v for v in (old, new))
+def replaced(message: bytes, key: int, old: bytes, new: bytes) -> bytes:
+    """The message with another value in the first field of that number that has the old one."""
+    before, after = (bytes([key << 3 | 2]) + as_varint(len(v)) + v for v in (old, new))
     return message.replace(before, after, 1)
 
 
@@ -309,7 +283,7 @@ def limits(images_dir: Path) -> dict[int, list[tuple[int, int]]]:
     """Soft and hard limit of each resource, in the order of their numbers, by process."""
     found = {}
     for pid in living_pids(images_dir):
-        task = _messages(images_dir / f"core-{pid}.img")[0].message(_TASK)
+        task = messages(images_dir / f"core-{pid}.img")[0].message(_TASK)
         rows = task.message(8) if task else None
         if rows is not None:
             found[pid] = [(row.number(1), row.number(2)) for row in rows.messages(1)]
@@ -323,7 +297,7 @@ _NO_KEYS = 0x55555554
 def unsaved_registers(images_dir: Path) -> tuple[int, str] | None:
     """A thread that was using registers of which CRIU has saved nothing, and what they are."""
     for thread in thread_ids(images_dir):
-        machine = _messages(images_dir / f"core-{thread}.img")[0].message(2)
+        machine = messages(images_dir / f"core-{thread}.img")[0].message(2)
         found = _XSTATE.match(machine.text(3)) if machine else None
         left = _varint(found[1], 0)[0] & ~_SAVED_REGISTERS if found else 0
         if left:
@@ -338,7 +312,7 @@ def with_protection_keys(images_dir: Path) -> list[int]:
     CRIU keeps that register, but neither which keys are taken nor the key of any memory.
     """
     found, threads = [], set(thread_ids(images_dir))
-    for process in _messages(images_dir / "pstree.img"):
+    for process in messages(images_dir / "pstree.img"):
         rights = (_key_rights(images_dir, one) for one in threads.intersection(process.numbers(5)))
         if any(right not in (0, _NO_KEYS) for right in rights):
             found.append(process.number(1))
@@ -346,7 +320,7 @@ def with_protection_keys(images_dir: Path) -> list[int]:
 
 
 def _key_rights(images_dir: Path, thread: int) -> int:
-    machine = _messages(images_dir / f"core-{thread}.img")[0].message(2)
+    machine = messages(images_dir / f"core-{thread}.img")[0].message(2)
     registers = machine.message(3) if machine else None
     extended = registers.message(13) if registers else None
     return extended.numbers(8)[0] if extended and extended.numbers(8) else 0
@@ -356,7 +330,7 @@ def smallest_signal_stack(images_dir: Path) -> int | None:
     """Bytes; None if no thread has one."""
     found = []
     for thread in thread_ids(images_dir):
-        core = _messages(images_dir / f"core-{thread}.img")[0].message(5)
+        core = messages(images_dir / f"core-{thread}.img")[0].message(5)
         stack = core.message(7) if core else None
         if stack and stack.number(2):
             found.append(stack.number(2))
@@ -365,7 +339,7 @@ def smallest_signal_stack(images_dir: Path) -> int | None:
 
 def is_shell_job(images_dir: Path) -> bool:
     """True when the session leader of the dumped root is not in the image."""
-    tree = _messages(images_dir / "pstree.img")
+    tree = messages(images_dir / "pstree.img")
     return tree[0].number(4) not in {entry.number(1) for entry in tree}
 
 
@@ -377,7 +351,7 @@ def regular_files(images_dir: Path) -> list[OpenedFile]:
     """
     remapped = _remapped(images_dir)
     found = []
-    for entry in _messages(images_dir / "files.img"):
+    for entry in messages(images_dir / "files.img"):
         file = entry.message(3)
         # 7: a mount of the job's own, 9: given from outside
         if file is None or 7 in file or file.number(9) or file.number(1) in remapped:
@@ -392,161 +366,19 @@ def regular_files(images_dir: Path) -> list[OpenedFile]:
 def _remapped(images_dir: Path) -> set[int]:
     """Ids of files that CRIU opens by another path than theirs."""
     path = images_dir / "remap-fpath.img"
-    return {entry.number(1) for entry in _messages(path)} if path.exists() else set()
+    return {entry.number(1) for entry in messages(path)} if path.exists() else set()
 
 
 def mapped_for_writing(images_dir: Path) -> set[int]:
     """Ids of files of which a process of the image had a shared mapping that it may write to."""
     found = set()
     for path in images_dir.glob("mm-*.img"):
-        for memory in _messages(path):
+        for memory in messages(path):
             for area in memory.messages(14):
                 writable = area.number(5) & mmap.PROT_WRITE or area.number(10) & os.O_RDWR
                 if area.number(7) & _FILE_SHARED and writable:
                     found.add(area.number(4))
     return found
-
-
-def socket_paths(images_dir: Path) -> tuple[set[Path], set[Path]]:
-    """Where Unix sockets of the image are bound, and where those outside are that it sends to."""
-    bound: set[Path] = set()
-    outside: set[Path] = set()
-    for entry in _messages(images_dir / "files.img"):
-        if unix := entry.message(_UNIX):
-            name = unix.text(11).rstrip(b"\0")
-            if name.startswith(b"/"):  # others have no name, or an abstract one
-                found = outside if unix.number(6) & _SOCKET_OUTSIDE else bound
-                found.add(Path(os.fsdecode(name)))
-    return bound, outside
-
-
-def lost_sockets(images_dir: Path) -> set[int]:
-    """Inodes of Unix sockets that CRIU cannot restore: they are on their way in others, no process
-    has them, and their other end is closed. Raises ImageDamaged."""
-    passed: set[int] = set()
-    path = images_dir / "sk-queues.img"
-    data, at = path.read_bytes() if path.exists() else b"", MAGIC_BYTES
-    while at < len(data):  # each message, then the contents of the packet
-        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
-        packet = _Message(path, data[at + 4 : end])
-        for rights in packet.messages(_RIGHTS):
-            passed.update(rights.numbers(2))
-        at = end + packet.number(2)
-    if passed:
-        for table in images_dir.glob("fdinfo-*.img"):
-            passed -= {entry.number(1) for entry in _messages(table)}
-    if not passed:
-        return set()
-    files = (file.message(_UNIX) for file in _messages(images_dir / "files.img"))
-    return {
-        unix.number(2) for unix in files if unix and unix.number(1) in passed and not unix.number(8)
-    }
-
-
-def tcp_streams(images_dir: Path) -> dict[int, TcpStream]:
-    """What the image has of each connected TCP socket, by its inode. Raises ImageDamaged."""
-    found = {}
-    for path in images_dir.glob(_STREAM.format("*")):
-        data = path.read_bytes()  # the message, then the contents of the queues
-        size = int.from_bytes(data[MAGIC_BYTES : MAGIC_BYTES + 4], "little")
-        entry = _Message(path, data[MAGIC_BYTES + 4 :][:size])
-        inode = int(path.stem.rpartition("-")[2], 16)
-        found[inode] = TcpStream(entry.number(2), entry.number(3), entry.number(4))
-    return found
-
-
-def note_as_sent(images_dir: Path, inodes: Iterable[int]) -> None:
-    """Let the image have of these connections that all data of theirs was sent.
-
-    What was not, CRIU sends at a restore, and the other end is not there yet. What was sent and
-    not received the kernel sends again.
-    """
-    for inode in inodes:
-        path = images_dir / _STREAM.format(f"{inode:x}")
-        data = path.read_bytes()
-        end = MAGIC_BYTES + 4 + int.from_bytes(data[MAGIC_BYTES : MAGIC_BYTES + 4], "little")
-        entry = data[MAGIC_BYTES + 4 : end]
-        if _Message(path, entry).number(_NOT_SENT):
-            entry += bytes([_NOT_SENT << 3, 0])
-            head = data[:MAGIC_BYTES] + len(entry).to_bytes(4, "little")
-            path.write_bytes(head + entry + data[end:])
-
-
-def tcp_ends(images_dir: Path) -> dict[tuple[str, str], TcpEnds]:
-    """The TCP connections of the image, by both ends as /proc/net/tcp writes them."""
-    found = {}
-    for file in _messages(images_dir / "files.img"):
-        entry = file.message(_INET)
-        if entry and (images_dir / _STREAM.format(f"{entry.number(2):x}")).exists():
-            ends, hosts, plain = [], [], []
-            for addresses, port in ((11, 7), (12, 8)):
-                numbers = entry.numbers(addresses)
-                host = "".join(f"{number:08X}" for number in numbers)
-                ends.append(f"{host.removeprefix(MAPPED)}:{entry.number(port):04X}")
-                packed = b"".join(number.to_bytes(4, "little") for number in numbers)
-                hosts.append(str(ipaddress.ip_address(packed)))
-                plain.append(str(_host(numbers)))
-            words = f"{hosts[0]} port {entry.number(7)} to {hosts[1]} port {entry.number(8)}"
-            found[ends[0], ends[1]] = TcpEnds(hosts[0], words, plain[1])
-    return found
-
-
-def local_hosts(images_dir: Path) -> set[str]:
-    """Addresses of hosts that sockets of the image are bound to, but those that any host has."""
-    found = set()
-    for file in _messages(images_dir / "files.img"):
-        if (entry := file.message(_INET)) and entry.number(_PORT):
-            host = _host(entry.numbers(_HOSTS[0]))
-            if host and not (host.is_unspecified or host.is_loopback or host.is_multicast):
-                found.add(str(host))
-    return found
-
-
-def leads_to(images_dir: Path, hosts: Container[str]) -> str:
-    """Both ends, in words, of a TCP connection to one of these that the image has one end of; empty
-    if there is none."""
-    ends = tcp_ends(images_dir)
-    for (local, remote), found in ends.items():
-        if (remote, local) not in ends and found.other in hosts:
-            return found.words
-    return ""
-
-
-def _host(words: Sequence[int]) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    packed = b"".join(word.to_bytes(4, "little") for word in words)
-    if len(packed) not in (4, 16):
-        return None
-    found = ipaddress.ip_address(packed)
-    return (found.version == 6 and found.ipv4_mapped) or found
-
-
-def move_hosts(images_dir: Path, moves: Mapping[str, str]) -> None:
-    """Let both ends of the image's sockets be at other addresses of the same kind. In a folder of
-    links the link to the changed file becomes a file."""
-
-    def moved(words: Sequence[int]) -> bytes:
-        data = b"".join(word.to_bytes(4, "little") for word in words)
-        if now := moves.get(str(_host(words))):
-            packed = ipaddress.ip_address(now).packed
-            data = data[: -len(packed)] + packed
-        return data
-
-    def changed(entry: _Message, data: bytes) -> bytes:
-        found = entry.message(_INET)
-        if found is None:
-            return data
-        before = entry.text(_INET)
-        after = b"".join(before[at:end] for key, at, end in _spans(before) if key not in _HOSTS)
-        for key in _HOSTS:
-            for (word,) in struct.iter_unpack("<I", moved(found.numbers(key))):
-                after += bytes([key << 3]) + _as_varint(word)
-        return _replaced(data, _INET, before, after)
-
-    path = images_dir / "files.img"
-    original = path.read_bytes()
-    path.unlink()
-    path.write_bytes(original)
-    _change_entries(path, changed)
 
 
 def linked(images_dir: Path, folder: Path) -> None:
@@ -556,39 +388,10 @@ def linked(images_dir: Path, folder: Path) -> None:
         (folder / name).symlink_to((images_dir / name).absolute())
 
 
-def exclusive_ports(images_dir: Path) -> set[str]:
-    """Ports at which sockets of the image listen without SO_REUSEADDR, as /proc/net/tcp writes
-    them."""
-    listening = (file.message(_INET) for file in _messages(images_dir / "files.img"))
-    return {
-        f"{entry.number(7):04X}"
-        for entry in listening
-        if entry
-        and entry.number(6) == _LISTENS
-        and not ((options := entry.message(14)) and options.number(7))
-    }
-
-
-def close_connections(images_dir: Path, inodes: Container[int]) -> None:
-    """Let these TCP sockets be without a connection in the image, as new ones are."""
-
-    def closed(entry: _Message, data: bytes) -> bytes:
-        found = entry.message(_INET)
-        if found is None or found.number(2) not in inodes:
-            return data
-        (images_dir / _STREAM.format(f"{found.number(2):x}")).unlink(missing_ok=True)
-        before = entry.text(_INET)
-        return _replaced(
-            data, _INET, before, before + bytes([6 << 3, _CLOSED, 7 << 3, 0, 8 << 3, 0])
-        )
-
-    _change_entries(images_dir / "files.img", closed)
-
-
 def watched_paths(images_dir: Path) -> set[Path]:
     """What processes of the image watch with inotify, as far as CRIU finds it by a path."""
     found = set()
-    for entry in _messages(images_dir / "files.img"):
+    for entry in messages(images_dir / "files.img"):
         if inotify := entry.message(13):
             for watch in inotify.messages(5):
                 handle = watch.message(7)
@@ -605,19 +408,19 @@ def rearm_timers(images_dir: Path) -> None:
     expired can be read as before.
     """
 
-    def rearmed(entry: _Message, data: bytes) -> bytes:
+    def rearmed(entry: Message, data: bytes) -> bytes:
         timer = entry.message(_TIMERFD)
         return data if timer is None else data + _rearmed(timer, entry.text(_TIMERFD))
 
-    _change_entries(images_dir / "files.img", rearmed)
+    change_entries(images_dir / "files.img", rearmed)
 
 
-def _change_entries(path: Path, change: Callable[[_Message, bytes], bytes]) -> None:
+def change_entries(path: Path, change: Callable[[Message, bytes], bytes]) -> None:
     """Replace each message by what `change` makes of it and its bytes. Where a message has a number
     twice, the last counts."""
     data = path.read_bytes()
     changed, at = [data[:MAGIC_BYTES]], MAGIC_BYTES
-    for entry in _messages(path):
+    for entry in messages(path):
         end = at + 4 + int.from_bytes(data[at : at + 4], "little")
         new = change(entry, data[at + 4 : end])
         changed += [len(new).to_bytes(4, "little"), new]
@@ -626,20 +429,20 @@ def _change_entries(path: Path, change: Callable[[_Message, bytes], bytes]) -> N
         path.write_bytes(whole)
 
 
-def _rearmed(timer: _Message, data: bytes) -> bytes:
+def _rearmed(timer: Message, data: bytes) -> bytes:
     """What to add to a timerfd's entry; empty if the timer runs, or is not to run again."""
     ticks, *left = map(timer.number, (5, 7, 8))
     seconds, nanoseconds = map(timer.number, (9, 10))
     if not ticks or any(left) or not (seconds or nanoseconds):
         return b""
-    data += b"\x38" + _as_varint(seconds) + b"\x40" + _as_varint(nanoseconds)
-    return bytes([_TIMERFD << 3 | 2]) + _as_varint(len(data)) + data
+    data += b"\x38" + as_varint(seconds) + b"\x40" + as_varint(nanoseconds)
+    return bytes([_TIMERFD << 3 | 2]) + as_varint(len(data)) + data
 
 
 def page_runs(pagemap: Path) -> tuple[str, list[tuple[int, int]]]:
     """Name of the file with a process's pages, and its runs: number of the first page in the
     address space, and how many there are."""
-    head, *entries = _messages(pagemap)
+    head, *entries = messages(pagemap)
     return f"pages-{head.number(1)}.img", [
         (entry.number(1) // mmap.PAGESIZE, entry.number(5)) for entry in entries
     ]
@@ -652,7 +455,7 @@ def saved_mappings(images_dir: Path, pid: int) -> list[SavedMapping]:
     """
     files = {
         entry.number(2): os.fsdecode(file.text(6))
-        for entry in _messages(images_dir / "files.img")
+        for entry in messages(images_dir / "files.img")
         if (file := entry.message(3)) is not None
     }
     areas = [
@@ -661,7 +464,7 @@ def saved_mappings(images_dir: Path, pid: int) -> list[SavedMapping]:
             area.number(2),
             files.get(area.number(4), "") if area.number(7) & _FILE else "",
         )
-        for memory in _messages(images_dir / f"mm-{pid}.img")
+        for memory in messages(images_dir / f"mm-{pid}.img")
         for area in memory.messages(14)
     ]
     starts = [start for start, _, _ in areas]
@@ -698,8 +501,8 @@ def restore_stats(work_dir: Path) -> RestoreStats:
     )
 
 
-def _statistics(path: Path, key: int) -> _Message:
-    stats = _messages(path)[0].message(key)
+def _statistics(path: Path, key: int) -> Message:
+    stats = messages(path)[0].message(key)
     if stats is None:
         raise ImageDamaged(path=path, reason="not a CRIU image")
     return stats

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowgpu.host import criu_images, unix_sockets
+from flowgpu.host import criu_sockets, unix_sockets
 from flowgpu.host.addresses import is_ours
 from flowgpu.host.proctree import fd_targets
 from flowgpu.host.sockets import socket_of
@@ -215,8 +215,8 @@ def _lines(pid: int | str) -> list[list[str]]:
 def _row(line: list[str]) -> Row:
     unsent, timer = line[4].partition(":")[0], line[5].partition(":")[2]
     return Row(
-        line[1].removeprefix(criu_images.MAPPED),
-        line[2].removeprefix(criu_images.MAPPED),
+        line[1].removeprefix(criu_sockets.MAPPED),
+        line[2].removeprefix(criu_sockets.MAPPED),
         int(line[3], 16),
         int(unsent, 16),
         int(timer, 16) / _HERTZ,
@@ -246,31 +246,31 @@ def wait_sent(pid: int, connections: Iterable[Connection], seconds: float) -> No
 
 def lost(images_dir: Path, pairs: Mapping[int, int]) -> bool:
     """True if bytes were on their way between the dumps of two ends. Raises ImageDamaged."""
-    streams = criu_images.tcp_streams(images_dir)
+    streams = criu_sockets.tcp_streams(images_dir)
     return any(
         inode in streams and peer in streams and _is_lost(streams[inode], streams[peer])
         for inode, peer in pairs.items()
     )
 
 
-def _is_lost(sender: criu_images.TcpStream, receiver: criu_images.TcpStream) -> bool:
+def _is_lost(sender: criu_sockets.TcpStream, receiver: criu_sockets.TcpStream) -> bool:
     # The end of what is sent counts as a byte, which the queue's length has not.
     return (sender.written - receiver.received) % (1 << 32) > sender.queued + 1
 
 
-Streams = list[tuple[Ends, criu_images.TcpStream]]
+Streams = list[tuple[Ends, criu_sockets.TcpStream]]
 
 
 def streams(images_dir: Path, connections: Iterable[Connection]) -> Streams:
     """For other nodes: what an image has of these connections. Raises ImageDamaged."""
-    found = criu_images.tcp_streams(images_dir)
+    found = criu_sockets.tcp_streams(images_dir)
     return [(one.row[:2], found[one.row.inode]) for one in connections if one.row.inode in found]
 
 
 def lost_between(ours: Streams, theirs: Iterable[Streams]) -> bool:
     """As `lost`, of what our processes have sent to those of other nodes."""
     there = {
-        (remote, local): criu_images.TcpStream(*stream)
+        (remote, local): criu_sockets.TcpStream(*stream)
         for node in theirs
         for (local, remote), stream in node
     }
@@ -312,8 +312,8 @@ def hindered(images_dir: Path, seconds: float) -> str:
     loopback for a second. It lets go of them at once for who may ask for that. What is left of a
     connection that a listening socket without SO_REUSEADDR had accepted keeps its port as well.
     """
-    wanted = criu_images.tcp_ends(images_dir)
-    ports = criu_images.exclusive_ports(images_dir)
+    wanted = criu_sockets.tcp_ends(images_dir)
+    ports = criu_sockets.exclusive_ports(images_dir)
     for ends in wanted.values():
         if not is_ours(ends.host):
             return f"this machine has not the address of its TCP connection from {ends.words}"
@@ -340,7 +340,7 @@ def _destroy(row: Row) -> None:
     """End a socket that no process has. Raises OSError."""
     ends = [end.partition(":") for end in (row.local, row.remote)]
     ports = struct.pack(">HH", *(int(port, 16) for _, _, port in ends))
-    mapped = len(ends[0][0]) == 8 and criu_images.MAPPED  # a table for IPv6 may have it, too
+    mapped = len(ends[0][0]) == 8 and criu_sockets.MAPPED  # a table for IPv6 may have it, too
     for before in {"", mapped or ""}:
         hosts = [
             struct.pack("=4I", *(int(part, 16) for part in re.findall("." * 8, f"{host:0<32}")))

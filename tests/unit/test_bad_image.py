@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from flowgpu.cli import main
 from flowgpu.errors import ImageDamaged, ImageVersion
-from flowgpu.host import criu_images
+from flowgpu.host import criu_images, criu_sockets
 from flowgpu.image import chunks, inspect, layout, page_tables
 from flowgpu.image.manifest import Manifest
 from flowgpu.image.reader import Image, verify
@@ -276,7 +276,7 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("files.img", criu_images.regular_files),
     ("remap-fpath.img", criu_images.regular_files),
     ("mm-1.img", criu_images.mapped_for_writing),
-    ("files.img", criu_images.socket_paths),
+    ("files.img", criu_sockets.socket_paths),
     ("stats-dump", criu_images.dump_stats),
     ("pagemap-1.img", lambda folder: criu_images.page_runs(folder / "pagemap-1.img")),
 ]

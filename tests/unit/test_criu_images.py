@@ -27,7 +27,7 @@ from flowgpu.errors import (
     PidTaken,
 )
 from flowgpu.host import criu as criu_module
-from flowgpu.host import criu_images, tcp
+from flowgpu.host import criu_images, criu_sockets, tcp
 from flowgpu.host.criu import Criu
 from flowgpu.host.criu_images import OpenedFile
 from flowgpu.host.probes import libc
@@ -60,7 +60,7 @@ def test_sockets_by_a_path_are_told_from_those_outside(
     criu.dump(job.pid, tmp_path / "images")
     outside.close()
     paths = {folder / "listener"}, {tmp_path / "daemon"}
-    assert criu_images.socket_paths(tmp_path / "images") == paths
+    assert criu_sockets.socket_paths(tmp_path / "images") == paths
 
 
 SENT = """
@@ -84,11 +84,11 @@ def test_a_socket_in_flight_is_lost_where_nobody_has_an_end_of_it(
     before = job.last()
     job.kill()
     if closed < 2:
-        assert not criu_images.lost_sockets(tmp_path)
+        assert not criu_sockets.lost_sockets(tmp_path)
         restore(criu, job, tmp_path)
         assert job.number() == before + 1
     else:
-        assert len(criu_images.lost_sockets(tmp_path)) == 1
+        assert len(criu_sockets.lost_sockets(tmp_path)) == 1
         with pytest.raises(CriuFailed):
             restore(criu, job, tmp_path)
 
@@ -317,7 +317,7 @@ def test_a_connection_is_closed_in_an_image_and_the_others_are_kept(
             (outside,) = found.outside
             assert len(found.pairs) == 2 and outside.pid == job.pid
             assert not tcp.lost(tmp_path / "images", found.pairs)
-            criu_images.close_connections(tmp_path / "images", {outside.row.inode})
+            criu_sockets.close_connections(tmp_path / "images", {outside.row.inode})
             job.last()
             job.kill()
             assert tcp.hindered(tmp_path / "images", 0) == ""

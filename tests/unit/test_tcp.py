@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu.host import criu_images, tcp
-from flowgpu.host.criu_images import TcpEnds, TcpStream
+from flowgpu.host import criu_images, criu_sockets, tcp
+from flowgpu.host.criu_sockets import TcpEnds, TcpStream
 
 ADDRESSES = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
 US = os.getpid()
@@ -176,7 +176,7 @@ def test_data_of_a_closed_end_that_has_not_arrived_is_told(server: socket.socket
 def stream(folder: Path, inode: int, received: int, queued: int, written: int) -> None:
     numbers = bytes([1 << 3, 0])
     for key, value in ((2, received), (3, queued), (4, written)):
-        numbers += bytes([key << 3]) + criu_images._as_varint(value)
+        numbers += bytes([key << 3]) + criu_images.as_varint(value)
     head = bytes(criu_images.MAGIC_BYTES) + struct.pack("<I", len(numbers))
     (folder / f"tcp-stream-{inode:x}.img").write_bytes(head + numbers + bytes(queued))
 
@@ -198,7 +198,7 @@ def test_what_was_under_way_between_two_dumps_is_found(
     numbers = [(value + around) % (1 << 32) for value in (received, 1000, 50)]
     stream(tmp_path, 0xA1, numbers[2], 100, numbers[1])
     stream(tmp_path, 0xA2, numbers[0], 0, numbers[2])
-    assert criu_images.tcp_streams(tmp_path)[0xA1] == TcpStream(numbers[2], 100, numbers[1])
+    assert criu_sockets.tcp_streams(tmp_path)[0xA1] == TcpStream(numbers[2], 100, numbers[1])
     assert tcp.lost(tmp_path, {0xA1: 0xA2, 0xA2: 0xA1}) == lost
 
 
@@ -213,8 +213,8 @@ def test_ends_that_a_process_has_are_named_and_those_of_nobody_become_free(
     client, (accepted, _) = connected(server), server.accept()
     host = client.getsockname()[0]
     wanted = {ends_of(end): TcpEnds(host, "here to there") for end in (client, accepted)}
-    monkeypatch.setattr(criu_images, "tcp_ends", lambda folder: wanted)
-    monkeypatch.setattr(criu_images, "exclusive_ports", lambda folder: set())
+    monkeypatch.setattr(criu_sockets, "tcp_ends", lambda folder: wanted)
+    monkeypatch.setattr(criu_sockets, "exclusive_ports", lambda folder: set())
     assert tcp.hindered(tmp_path, 0) == "its TCP connection from here to there is another's"
     client.close()
     accepted.close()
@@ -238,8 +238,8 @@ def test_a_port_that_a_closed_connection_keeps_becomes_free(
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with pytest.raises(OSError, match="in use"):
             again.bind(address)
-        monkeypatch.setattr(criu_images, "tcp_ends", lambda folder: {})
-        monkeypatch.setattr(criu_images, "exclusive_ports", lambda folder: {f"{address[1]:04X}"})
+        monkeypatch.setattr(criu_sockets, "tcp_ends", lambda folder: {})
+        monkeypatch.setattr(criu_sockets, "exclusive_ports", lambda folder: {f"{address[1]:04X}"})
         assert tcp.hindered(tmp_path, 65) == ""
         again.bind(address)
 
@@ -249,8 +249,8 @@ def test_an_address_that_this_machine_has_not_is_named(
     host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = TcpEnds(host, f"{host} port 1 to {host} port 2")
-    monkeypatch.setattr(criu_images, "tcp_ends", lambda folder: {("a", "b"): ends})
-    monkeypatch.setattr(criu_images, "exclusive_ports", lambda folder: set())
+    monkeypatch.setattr(criu_sockets, "tcp_ends", lambda folder: {("a", "b"): ends})
+    monkeypatch.setattr(criu_sockets, "exclusive_ports", lambda folder: set())
     said = f"this machine has not the address of its TCP connection from {ends.words}"
     assert tcp.hindered(tmp_path, 0) == said
 
