@@ -359,7 +359,7 @@ class ContainerSupervisor(Supervisor):
                 raise Suspended(job=self._job.name, action="dumped with its container")
             self._handed.touch()
             try:
-                with self._own_ghosts():
+                with self._ghosts.session():
                     if self._suspend_beside(images):
                         self._let_go(client)
                     else:
@@ -429,7 +429,7 @@ class ContainerSupervisor(Supervisor):
             if record.job != job.id:
                 reason = f"the images are of another job ({record.job})"
                 raise RestoreFailed(job=job.name, reason=reason)
-            with self._own_ghosts():
+            with self._ghosts.session():
                 back = TakeBack(job, record, folder)
                 back.fill()
                 try:

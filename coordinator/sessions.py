@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coordinator.ghosts import Ghosts
 from coordinator.others import ALONE, Others
 from coordinator.process import alive
 from coordinator.server import Client
 from coordinator.session import Progress, RunningJob
 from coordinator.steps import Steps
 from coordinator.tickets import Ticket
-from coordinator.warm import WarmGhost
 from flowgpu.errors import (
     Busy,
     FlowError,
@@ -51,10 +51,10 @@ FIRST_BYTES = 24 << 20
 class Sessions:
     """Those of one job, with what they leave for its record."""
 
-    def __init__(self, job: RunningJob, directory: JobDir) -> None:
+    def __init__(self, job: RunningJob, directory: JobDir, ghosts: Ghosts) -> None:
         self._job = job
         self._directory = directory
-        self._warm: WarmGhost | None = None
+        self._ghosts = ghosts
         self._agent: Agent | None = None  # of a job of several nodes
         self._session = threading.Lock()
         self._doing = "its start"
@@ -151,7 +151,7 @@ class Sessions:
             self._record(state=CHECKPOINTING, dump=dump)
             costs = self._directory.read().costs
             try:
-                with self._own_ghosts():
+                with self._ghosts.session():
                     told = self._told(progress)
                     result = take(self._job, options, told, self._on_dumped, on_running, others)
                 if options.leave_running:
@@ -184,9 +184,9 @@ class Sessions:
 
             self._record(state=CHECKPOINTING, dump=None)
             try:
-                with self._own_ghosts():
+                with self._ghosts.session():
                     result = suspend(self._job, options, self._told(client.progress))
-                self._prepare_ghost()
+                self._ghosts.prepare(suspended=True)
                 return result
             finally:
                 self._record_state(spoilt=list(self._job.spoilt.items()))
@@ -200,13 +200,12 @@ class Sessions:
             from coordinator.resume import Resume
 
             drop = bool(fields.get("drop"))
-            if self._warm is not None:
-                self._warm.rest(False)  # the ghost of the resume may stay
+            self._ghosts.rest(False)  # the ghost of the resume may stay
             try:
-                with self._own_ghosts():
+                with self._ghosts.session():
                     told = self._told(client.progress)
                     result = Resume(self._job, parked, host, told, drop=drop).run()
-                self._prepare_ghost()
+                self._ghosts.prepare(suspended=False)
                 return result
             finally:
                 self._record_state()
@@ -214,20 +213,9 @@ class Sessions:
     def _record_state(self, **changes: Any) -> None:
         """Record the state of a job that has no session under way."""
         parked, host = self._job.parked, self._job.host
-        if self._warm is not None:
-            self._warm.rest(parked is not None)
+        self._ghosts.rest(parked is not None)
         held = host.held() if host is not None else 0
         self._record(state=RUNNING if parked is None else SUSPENDED, host_bytes=held, **changes)
-
-    def _prepare_ghost(self) -> None:
-        """Have a ghost with the driver initialised, which takes half a second, but no context.
-
-        A job that is suspended is resumed, and one that was resumed is suspended again.
-        """
-        raise NotImplementedError
-
-    def _own_ghosts(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._warm is None else self._warm.session()
 
     def _on_dumped(self, image: Path) -> None:
         # The image of several nodes is the folder above each node's part.

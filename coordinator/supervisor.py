@@ -14,14 +14,15 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordinator import tickets
 from coordinator.custody import Custody
 from coordinator.descriptors import lift_limits
-from coordinator.ghost_client import COMMAND, Ghost, GhostError
-from coordinator.ghost_commands import Hello
+from coordinator.ghost_client import COMMAND, Ghost
+from coordinator.ghosts import Ghosts
 from coordinator.keeper import Kept
 from coordinator.output import Output
 from coordinator.process import (
@@ -39,7 +40,6 @@ from coordinator.session import RunningJob
 from coordinator.sessions import CLIENT_SECONDS, LINGER_SECONDS, Sessions
 from coordinator.steps import Steps
 from coordinator.tasks import TaskChannel
-from coordinator.warm import WarmGhost
 from flowgpu.errors import (
     DUMPED_EXIT,
     CoordinatorGone,
@@ -92,34 +92,34 @@ class Supervisor(Sessions):
         self._spec = spec
         self._kept = kept
         self._takes_over = kept.writers is None
-        self._ghost_command = ghost_command
-        self._spares = [ghost] if ghost else []
         directory = JobDir(Path(spec.job_dir))
         self._restores = spec.kind == "restore" and not self._takes_over
         if self._restores and spec.image is not None:
             _seed_log(directory, Path(spec.image))
         output = Output(directory, kept.readers, self._on_trouble)
         inodes = [os.fstat(reader).st_ino for reader in kept.readers]
+        channel = TaskChannel(directory.task_socket)
+        new = partial(Ghost, spec.ghost_env, ghost_command)
+        ghosts = Ghosts(new, channel, warm=spec.ghost == "warm", first=ghost)
         job = RunningJob(
             id=spec.id,
             name=spec.name,
             gpu=spec.gpu,
             command=spec.command,
             cwd=spec.cwd,
-            channel=TaskChannel(directory.task_socket),
+            channel=channel,
             output=output,
             directory=directory.path,
-            start_ghost=self._start_ghost,
+            start_ghost=ghosts.start,
+            keep_ghost=ghosts.keep,
             ghost=spec.ghost,
             engine=spec.engine,
             keeper=kept.keeper,
             custody=Custody(kept.custody),
             pipes=dict(zip(("stdout", "stderr"), inodes, strict=True)),
         )
-        super().__init__(job, directory)
+        super().__init__(job, directory, ghosts)
         self._root: OwnRoot | AdoptedRoot
-        if spec.ghost == "warm":
-            self._keep_warm()
         self._leader: Leader | None = None
         self._attached = threading.Event()
         self._exit_code: int | None = None  # of the root
@@ -130,34 +130,6 @@ class Supervisor(Sessions):
         self._restore_steps = Steps(("verify", 0, 0))
         if self._restores:
             self._steps = self._restore_steps
-
-    def _start_ghost(self) -> Ghost:
-        with contextlib.suppress(IndexError):
-            spare = self._spares.pop()
-            if spare.alive():
-                return spare
-            spare.kill()
-        return Ghost(self._spec.ghost_env, self._ghost_command)
-
-    def _prepare_ghost(self) -> None:
-        if self._spares or (self._warm is not None and self._job.parked is None):
-            return
-        try:
-            spare = self._start_ghost()
-            self._spares.append(spare)
-            spare.submit(Hello())
-        except GhostError as error:
-            log.warning("no ghost is ready, the next session starts one: %s", error)
-
-    def _drop_spares(self) -> None:
-        while self._spares:
-            self._spares.pop().kill()
-
-    def _keep_warm(self) -> None:
-        start = self._job.start_ghost
-        warm = self._warm = WarmGhost(start, self._job.channel)
-        self._job.start_ghost = lambda: warm.take() or start()
-        self._job.keep_ghost = warm.keep
 
     def run(self) -> None:
         """Everything; returns when the job has ended and its clients know."""
@@ -186,8 +158,7 @@ class Supervisor(Sessions):
             if self._takes_over:
                 self._doing = ""  # it is soon over: who asks for a checkpoint waits
             server = Server(self._directory.control_socket, self._job.name, self._handlers())
-            if self._warm is not None:
-                self._warm.begin()
+            self._ghosts.begin()
             try:
                 self._join()
                 self._start()
@@ -263,7 +234,7 @@ class Supervisor(Sessions):
         self._exit_code = record.exit_code
         self._job.spoilt.update(record.spoilt)
         self._root = AdoptedRoot(record.root_pid, self._kept.ends)
-        with self._own_ghosts():
+        with self._ghosts.session():
             image = settle(self._job, record, self._agent)
         if image is not None:
             self._on_dumped(image)
@@ -310,7 +281,7 @@ class Supervisor(Sessions):
                 together=self._together if self._agent is not None else None,
                 member=self._spec.member,
             )
-            with self._own_ghosts():
+            with self._ghosts.session():
                 result = self._restore_result = restore.run()
             with counting(self._directory.counts) as counts:
                 counts.restored(result)
@@ -323,7 +294,7 @@ class Supervisor(Sessions):
             self._on_failed_restore(failed)
             raise failed from error
         finally:
-            self._drop_spares()
+            self._ghosts.restored()
 
     def _on_failed_restore(self, error: FlowError) -> None:
         if self._agent is not None:
@@ -374,9 +345,7 @@ class Supervisor(Sessions):
     def _finish(self, server: Server) -> None:
         with self._session:
             self._doing = "its end"
-            if self._warm is not None:
-                self._warm.close()
-            self._drop_spares()
+            self._ghosts.close()
             for pid in own_children(self._kept.keeper):
                 # Nothing of a job outlives its root: nobody would be left to read its output.
                 if alive(pid):

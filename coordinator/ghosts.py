@@ -1,8 +1,12 @@
-"""A ghost that is there before it is needed (`flowgpu run --ghost warm`).
+"""A ghost that is there before it is needed.
 
-It has a context, the chunk kernels and their scratch memory on each GPU of the job. So a checkpoint
-needs no device memory that the job may have taken by then. Everything here happens in a thread
-beside the job and outside of checkpoints and restores; a ghost that died is started again.
+That of a restore is started first of all. A suspended job has one without a context ready for its
+resume, and a resumed one for its next suspension.
+
+With `flowgpu run --ghost warm` there is always one, with a context, the chunk kernels and their
+scratch memory on each GPU of the job. So a checkpoint needs no device memory that the job may have
+taken by then. A thread beside the job sees to that, outside of checkpoints and restores; a ghost
+that died is started again.
 
 Ownership: a ghost that was taken is its session's, until `keep` has given it back.
 """
@@ -31,16 +35,26 @@ RESET_SECONDS = 30.0
 ASK_SECONDS = 5.0
 
 
-class WarmGhost:
-    """Keeps a ghost ready. `start` makes one."""
+class Ghosts:
+    """Has at most one ready."""
 
-    def __init__(self, start: Callable[[], Ghost], channel: TaskChannel) -> None:
-        self._start = start
+    def __init__(
+        self,
+        start: Callable[[], Ghost],
+        channel: TaskChannel,
+        *,
+        warm: bool,
+        first: Ghost | None = None,
+    ) -> None:
+        """`start` makes one. `warm`: there is always one, with contexts. `first`: one that is there
+        already."""
+        self._new = start
         self._channel = channel
+        self._keeps_warm = warm
         self._lock = threading.Lock()  # held while the ghost is asked for anything
-        self._ghost: Ghost | None = None
+        self._ghost = first
         self._warm: set[int] = set()
-        self._gpus: Sequence[Gpu] = ()
+        self._gpus: Sequence[Gpu] = ()  # empty: it was not asked yet
         self._lent = False
         self._rests = False
         self._next_try = 0.0
@@ -48,8 +62,9 @@ class WarmGhost:
         self._thread = threading.Thread(target=self._run, daemon=True, name="warm-ghost")
 
     def begin(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread, for a job that has a warm one."""
+        if self._keeps_warm:
+            self._thread.start()
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -62,19 +77,22 @@ class WarmGhost:
             with self._lock:
                 self._lent = False
 
-    def take(self) -> Ghost | None:
-        """The ghost, for a session; None if there is none, or it was taken before."""
+    def start(self) -> Ghost:
+        """The one that is ready, or a new one, for a session. Raises GhostError."""
         with self._lock:
-            ghost, self._ghost = self._ghost, None
-            if ghost is not None and not ghost.alive():
-                ghost.kill()
-                ghost = None
-            return ghost
+            return self._take()
+
+    def _take(self) -> Ghost:
+        ghost, self._ghost, self._warm, self._gpus = self._ghost, None, set(), ()
+        if ghost is None or ghost.alive():
+            return ghost or self._new()
+        ghost.kill()
+        return self._new()
 
     def keep(self, ghost: Ghost) -> bool:
         """Take a ghost over that a session is done with. False: it is of no more use."""
         with self._lock:
-            if self._closing.is_set() or self._rests or self._ghost is not None:
+            if not self._keeps_warm or self._closing.is_set() or self._rests or self._ghost:
                 return False
             try:
                 ghost.ask(commands.Reset(), time.monotonic() + RESET_SECONDS)
@@ -85,21 +103,43 @@ class WarmGhost:
             self._ghost, self._gpus, self._warm = ghost, machine.gpus, set(machine.warm)
             return True
 
+    def prepare(self, suspended: bool) -> None:
+        """Have one with the driver initialised, which takes half a second, but no context."""
+        self.rest(suspended)
+        with self._lock:
+            if self._ghost is not None or (self._keeps_warm and not suspended):
+                return
+            try:
+                self._ghost = self._new()
+                self._ghost.submit(commands.Hello())
+            except GhostError as error:
+                log.warning("no ghost is ready, the next session starts one: %s", error)
+
     def rest(self, rests: bool) -> None:
-        """Say whether the job is suspended: then there is no ghost, as it would hold GPUs."""
+        """Say whether the job is suspended: then there is no warm one, as it would hold GPUs."""
         with self._lock:
             self._rests = rests
-            if rests and self._ghost is not None:
-                self._ghost.quit()
-                self._ghost, self._warm = None, set()
+            if rests and self._warm:
+                self._end()
+
+    def restored(self) -> None:
+        """The first one is not needed any more, unless it is to be a warm one."""
+        if not self._keeps_warm:
+            self._end()
 
     def close(self) -> None:
         """End the thread and the ghost."""
         self._closing.set()
-        self._thread.join()
-        if self._ghost is not None:
+        if self._keeps_warm:
+            self._thread.join()
+        self._end()
+
+    def _end(self) -> None:
+        if self._ghost is not None and self._warm:
             self._ghost.quit()
-            self._ghost = None
+        elif self._ghost is not None:
+            self._ghost.kill()  # which may be at its start still
+        self._ghost, self._warm = None, set()
 
     def _run(self) -> None:
         while not self._closing.wait(LOOK_SECONDS):
@@ -113,7 +153,7 @@ class WarmGhost:
                     self._next_try = time.monotonic() + AGAIN_SECONDS
 
     def _tend(self) -> None:
-        if self._ghost is None or not self._ghost.alive():
+        if self._ghost is None or not self._gpus or not self._ghost.alive():
             self._replace()
         ghost = self._ghost
         tasks = self._channel.tasks()
@@ -129,9 +169,6 @@ class WarmGhost:
         log.info("the warm ghost %d has contexts on GPUs %s", ghost.pid, sorted(self._warm))
 
     def _replace(self) -> None:
-        if self._ghost is not None:
-            self._ghost.kill()
-        self._ghost = None
-        link = GhostLink(self._start)
+        link = GhostLink(self._take)
         link.start()
         self._ghost, self._gpus, self._warm = link.ghost, link.gpus, link.warm
