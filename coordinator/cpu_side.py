@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from coordinator import faults, obstacles, watches
+from coordinator import faults, obstacles, places
 from coordinator.copy_out import CopyOut
 from coordinator.ghost_client import GhostError
 from coordinator.job_files import written_files
@@ -83,7 +83,7 @@ class CpuSide:
         self._mapped: set[str] = set()
         self.open_files: tuple[OpenFile, ...] = ()
         self.affinities: tuple[Affinity, ...] = ()
-        self.watched: tuple[Setting, ...] = ()
+        self.places: tuple[Setting, ...] = ()
 
     def tree(self) -> list[int]:
         """Process ids of the job's tree."""
@@ -165,7 +165,7 @@ class CpuSide:
             self.pages.finish()
         # What is written there while nothing of the job runs.
         self.open_files = written_files(folder, self._mapped, self.files.mapped)
-        self.watched = tuple(watches.folders(folder, self._job.root_pid))
+        self.places = tuple(places.found(folder, self._job.root_pid))
 
     def check(self) -> None:
         """Refuse an image that lacks something: the job may run by then."""

@@ -137,7 +137,7 @@ def write_manifest(facts: Facts) -> m.Manifest:
         addresses=_addresses(job),
         cpu_features=processor.features(),
         affinities=cpu.affinities,
-        settings=(*cpu.survey.settings, *cpu.watched),
+        settings=(*cpu.survey.settings, *cpu.places),
         not_kept=tuple(facts.not_kept),
         root_pid=job.root_pid,
         pids=tuple(cpu.pids),

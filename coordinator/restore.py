@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from coordinator import faults, watches
+from coordinator import faults, places
 from coordinator.bringup import BringUp
 from coordinator.control_state import UNMOVED, ControlState, Moved, engines
 from coordinator.cut_files import CutFiles
@@ -134,7 +134,8 @@ class Restore:
         self._exchanging = threading.Lock()  # while managed memory needs those that are held
         self._tasks.keeping = self._keeping
         self._stopped: list[int] = []  # processes, before the dump
-        self._folders: list[Path] = []  # that were made for sockets and watches of the job
+        self._folders: list[Path] = []  # that were made for sockets of the job
+        self._places: list[Path] = []
         self._refill: Refill | None = None
         self._seconds: dict[str, float] = {}
         self._under_way: list[str] = []  # of what is timed, the newest last
@@ -411,10 +412,11 @@ class Restore:
         for folder in {path.parent for path in bound}:
             self._folders += [one for one in (folder, *folder.parents) if not one.exists()]
             folder.mkdir(0o700, parents=True, exist_ok=True)
-        self._folders += watches.make(self._manifest.settings, self._criu_dir)
+        self._places = places.make(self._manifest.settings, self._criu_dir)
 
     def _remove_folders(self) -> None:
         """In them is only what the job has made, which is gone."""
+        places.remove(self._places)
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 

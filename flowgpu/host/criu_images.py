@@ -349,18 +349,32 @@ def regular_files(images_dir: Path) -> list[OpenedFile]:
     Without those that it brings itself (deleted ones), or is given; those of /proc, which are of
     processes; and those of a mount namespace of the job's own, where a path means another file.
     """
-    remapped = _remapped(images_dir)
     found = []
-    for entry in messages(images_dir / "files.img"):
-        file = entry.message(3)
-        # 7: a mount of the job's own, 9: given from outside
-        if file is None or 7 in file or file.number(9) or file.number(1) in remapped:
-            continue
+    for file in _named_files(images_dir):
         path = os.fsdecode(file.text(6))
         if stat.S_ISREG(file.number(10) & 0xFFFF) and not path.startswith("/proc/"):
             size = file.number(8) if 8 in file else None
             found.append(OpenedFile(file.number(1), path, file.number(2), size))
     return found
+
+
+def fifo_paths(images_dir: Path) -> set[Path]:
+    """FIFOs that CRIU opens by their path, with the same exceptions."""
+    return {
+        Path(os.fsdecode(file.text(6)))
+        for file in _named_files(images_dir)
+        if stat.S_ISFIFO(file.number(10) & 0xFFFF)
+    }
+
+
+def _named_files(images_dir: Path) -> Iterator[Message]:
+    """Entries of files that CRIU opens by their path."""
+    remapped = _remapped(images_dir)
+    for entry in messages(images_dir / "files.img"):
+        file = entry.message(3)
+        # 7: a mount of the job's own, 9: given from outside
+        if file and 7 not in file and not file.number(9) and file.number(1) not in remapped:
+            yield file
 
 
 def _remapped(images_dir: Path) -> set[int]:

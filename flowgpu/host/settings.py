@@ -59,8 +59,8 @@ TIMER_SLACK, COREDUMP_FILTER = 50_000, 0x33
 SPECULATION = {"Speculation_Store_Bypass": 0, "SpeculationIndirectBranch": 1}
 RESTRICTED = {"thread mitigated": 4, "thread force mitigated": 8}
 RESTRICTED |= {"conditional disabled": 4, "conditional force disabled": 8}
-WATCHED_FOLDER = "watched_folder"
-"""A kind that is no thread's: coordinator/watches.py."""
+FIFO, WATCHED_FOLDER = "fifo", "watched_folder"
+"""Kinds that are no thread's: coordinator/places.py."""
 NO_POLICY = (0,)
 SECURITY = {"mdwe", "speculation", "session_keyring", "tsc"}
 """Without these nothing of a job runs again."""
@@ -236,7 +236,7 @@ class Restorer:
         for setting in sorted(settings, key=lambda one: one.kind == "mdwe"):
             if setting.kind in sockets.KINDS:
                 self._sockets.append(setting)
-            elif setting.kind == WATCHED_FOLDER:
+            elif setting.kind in (FIFO, WATCHED_FOLDER):
                 continue  # it was there before CRIU
             elif setting.kind == "session_keyring":
                 self._keyrings.append(setting)

@@ -245,6 +245,29 @@ def odd_descriptors(here: Here) -> None:
     say(os.read(fifo, 99), size, fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ), gpu.step())
 
 
+@program("a FIFO by which two processes talk, in a folder that is removed at the end (Open MPI)")
+def fifo_that_is_removed(here: Here) -> None:
+    gpu, folder = Gpu(), here.folder / "session"
+    folder.mkdir()
+    path = folder / "fifo"
+    os.mkfifo(path)
+    path.chmod(0o640)
+
+    def talker() -> None:
+        with path.open("wb", 0) as writing:
+            writing.write(b"before ")
+            here.wait()
+            writing.write(b"after")
+
+    pid = child(talker)
+    with path.open("rb", 0) as reading:
+        say("open", gpu.step())
+        here.ready()
+        say(ended([pid]), reading.read(), oct(path.stat().st_mode), gpu.step())
+    path.unlink()
+    folder.rmdir()
+
+
 @program("files of `/proc` and `/sys` kept open, its own and another process's")
 def proc_files(here: Here) -> None:
     gpu = Gpu()
