@@ -232,7 +232,7 @@ def make_cut(pages: Mapping[int, Communicators], deadline: float, part: Part | N
     raises FlowError too.
     """
     now = look = time.monotonic()
-    cut = Cut(now, alone=part is None)
+    cut, living = Cut(now, alone=part is None), dict(pages)
     for page in pages.values():
         page.shut()
     try:
@@ -240,8 +240,9 @@ def make_cut(pages: Mapping[int, Communicators], deadline: float, part: Part | N
             now = time.monotonic()
             if now >= look:
                 look = now + ENDED_SECONDS
-                pages = {pid: page for pid, page in pages.items() if serves(pid)}
-            views = {pid: page.view() for pid, page in pages.items()}
+                # One that has just begun may have no thread yet that answers.
+                living = {pid: page for pid, page in pages.items() if serves(pid)}
+            views = {pid: page.view() for pid, page in living.items()}
             quiet = cut.look(now, views)
             if quiet if part is None else part.made(cut, quiet, views, now):
                 return cut
@@ -249,7 +250,7 @@ def make_cut(pages: Mapping[int, Communicators], deadline: float, part: Part | N
                 if part is not None:
                     raise part.late(cut, views, now)
                 raise CutFailed(cut.behind)
-            for page in pages.values():
+            for page in living.values():
                 page.allow(cut.targets)
             time.sleep(LOOK_SECONDS)
     except Late as error:

@@ -586,8 +586,7 @@ class TaskGroup(BringUp):
         self._shared.job.channel.forget()
 
     def _detach(self, task: Task) -> None:
-        task.request(wire.Message.DETACH, self._shared.deadline)
-        task.close()
+        task.detach(self._shared.deadline)
         faults.check(Fault.DETACH)
 
     # The way back. Every step of it is tried twice: its failure would cost the job.

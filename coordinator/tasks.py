@@ -37,6 +37,7 @@ SETTLE_SECONDS = 0.01
 # How often those are looked at that are to connect: one may end, or run another program.
 LOOK_SECONDS = 0.05
 CALLED_SECONDS = 0.005
+CLOSED_SECONDS = 2.0  # a child that the task has made without the C library may have its end too
 PACKET_BYTES = 1 << 16
 # HELLO has these values in its fields `resumed` and `replay` (wire.h).
 NEEDS_OPEN = 2
@@ -170,6 +171,14 @@ class Task:
         if reply.detail:
             log.info("task %d: %s: %s", self.pid, kind.name, reply.detail)
         return reply
+
+    def detach(self, deadline: float) -> None:
+        """Have it close its sockets, and close this side's. Raises TaskError."""
+        self.request(wire.Message.DETACH, deadline)
+        if self._connection.fileno() >= 0:
+            # It closes its end after the answer, and CRIU must not find it open.
+            readable(self._connection, seconds=min(deadline - time.monotonic(), CLOSED_SECONDS))
+        self.close()
 
     def gate(
         self,

@@ -358,6 +358,7 @@ LANES = {
             *PRODUCT,
             "contrib/slurm/*",
             "tests/conftest.py",
+            "tests/emu/node_program.py",
             "tests/emu/test_checkpoint.py",
             "tests/patience.py",
             "tests/slurm/*.py",

@@ -122,7 +122,7 @@ def test_managed_memory_and_variables_are_named_before_the_pause(
     (tmp_path / "free").touch()
     job.wait_lines(2)
     said = refused(job.name, tmp_path / "image")
-    assert re.search(r"managed variables of a module \(process \d+\), which cannot be", said)
+    assert re.search(r"managed variables of a module \(process \d+\).*, which cannot be", said)
     (tmp_path / "unload").touch()
     job.wait_lines(3)
     job.dump(tmp_path / "image")

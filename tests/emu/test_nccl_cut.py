@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from coordinator import communicators
 from tests.emu.nccl_cuts import campaign, undisturbed
 
 
@@ -24,3 +26,18 @@ def test_every_cut_lets_the_gpus_become_idle_and_changes_no_line(
     # Some met ranks that were apart, or the program does not try what it is for.
     assert max(cut.first_behind for cut in made) > 5
     assert any(cut.grown for cut in made)
+
+
+def test_a_rank_whose_thread_for_us_has_not_begun_is_in_the_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: Counter[int] = Counter()
+
+    def serves(pid: int) -> bool:
+        asked[pid] += 1
+        return asked[pid] > 1 or pid != min(asked)
+
+    monkeypatch.setattr(communicators, "serves", serves)
+    lines, made, _ = campaign(2, 64, tmp_path, 2)
+    assert len(lines) == 2 * (64 // 16 + 1)
+    assert made

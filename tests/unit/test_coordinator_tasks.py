@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 import threading
+import time
 
 from coordinator import line
 from coordinator.tasks import Task
@@ -40,6 +41,24 @@ def test_a_task_is_closed_by_two_at_once() -> None:
     other.join(SECONDS)
     assert page.closed and not task.connected() and task.page.magic == wire.MAGIC
     theirs.close()
+
+
+def test_a_task_that_detaches_has_closed_its_end_when_that_is_told() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    task = Task(1, ours, wire.Hello(1, 13000, 0, 1, 0, 0, 0), mmap.mmap(-1, mmap.PAGESIZE))
+
+    def answer() -> None:
+        theirs.recv(1 << 16)
+        reply = wire.Reply(wire.Message.DETACH, wire.Status.OK, 0, 0, 0, 0, 0, 0, "")
+        theirs.send(reply.pack())
+        time.sleep(0.2)  # as on a machine with much to do
+        theirs.close()
+
+    other = threading.Thread(target=answer)
+    other.start()
+    task.detach(time.monotonic() + SECONDS)
+    assert theirs.fileno() < 0
+    other.join(SECONDS)
 
 
 def test_who_calls_while_another_call_waits_calls_by_the_same_end() -> None:
