@@ -197,7 +197,8 @@ def test_an_address_for_which_a_node_has_none_is_refused_by_name_on_all(
     nodes[0].run()
     nodes[1].program = [sys.executable, "-c", SERVER]
     nodes[1].run()
-    wait_for(lambda: nodes[1].lines, "the server", SECONDS)
+    for node in nodes:
+        wait_for(lambda node=node: node.lines, f"lines of node {node.number}", SECONDS)
     done = nodes.ask("pause-and-dump", tmp_path / "image")
     assert done.returncode == 0, done.stderr
     assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
