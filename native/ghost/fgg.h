@@ -6,8 +6,8 @@
 // of functions that it needs from the library given to fgg_init, in which the caller has made the
 // contexts.
 //
-// Bump FGG_ABI_VERSION when a struct changes or a function changes its meaning; flowgpu/host/native.py
-// checks it.
+// Bump FGG_ABI_VERSION when a struct changes or a function changes its meaning;
+// flowgpu/host/native.py checks it.
 #ifndef FLOWGPU_FGG_H
 #define FLOWGPU_FGG_H
 
