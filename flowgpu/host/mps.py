@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from flowgpu.host.proctree import PROC, fd_targets
 
-NAME = "nvidia-cuda-mps"
+NAME = b"nvidia-cuda-mps"
 """How the names of its processes begin; the kernel keeps 15 characters."""
 
 
@@ -16,7 +16,7 @@ def ends() -> frozenset[int]:
     found = set()
     for folder in PROC.iterdir():
         with suppress(OSError):  # it is no process, or has ended
-            if folder.name.isdigit() and (folder / "comm").read_text().startswith(NAME):
+            if folder.name.isdigit() and (folder / "comm").read_bytes().startswith(NAME):
                 for _, target in fd_targets(int(folder.name)):
                     if inode := re.fullmatch(r"(?:socket|pipe):\[(\d+)\]", target):
                         found.add(int(inode[1]))
