@@ -121,7 +121,7 @@ def test_a_call_that_does_not_end_is_given_up_and_the_thread_is_as_it_was() -> N
         error = in_a_thread(work)
         assert isinstance(error, TimeoutError) and f"thread {process.pid}" in str(error), error
         assert status_numbers(process.pid, "TracerPid") == [0]
-        assert is_stopped(process.pid)
+        wait_for(lambda: is_stopped(process.pid), "the stop that its tracer broke off")
         os.kill(process.pid, signal.SIGCONT)
         os.kill(process.pid, signal.SIGUSR1)
         assert process.stdout.readline() == b"got it\n"
