@@ -33,7 +33,7 @@ WINDOW = 0x200000000000
 BUSY_FIRST = int(os.environ.get("FAKE_TASK_BUSY", "0"))
 REFUSE = os.environ.get("FAKE_TASK_REFUSE", "")
 DIE_AT = os.environ.get("FAKE_TASK_DIE", "")
-# If this file is there before it has connected again.
+# If this file is there before it has greeted again.
 DIE_WITH = os.environ.get("FAKE_TASK_DIE_WITH", "")
 LAST_WORDS = os.environ.get("FAKE_TASK_LAST_WORDS", "").encode()
 BECOME_AT = os.environ.get("FAKE_TASK_BECOME", "")  # another program
@@ -192,8 +192,7 @@ class Service(threading.Thread):
     def connect(self) -> socket.socket:
         deadline = time.monotonic() + LONELY_SECONDS
         while True:
-            if DIE_WITH and os.path.exists(DIE_WITH):
-                die()
+            self.die_if_told()
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 connection.connect(os.environ["FLOWGPU_SOCKET"])
@@ -203,6 +202,7 @@ class Service(threading.Thread):
                 if time.monotonic() > deadline:
                     os._exit(9)
                 time.sleep(0.002)
+        self.die_if_told()  # it may have been dumped after its last look
         if GROWS:
             before = os.stat(GROWS).st_size
             while os.stat(GROWS).st_size <= before:
@@ -220,6 +220,10 @@ class Service(threading.Thread):
             for fd in fds:
                 os.close(fd)
         return connection
+
+    def die_if_told(self) -> None:
+        if DIE_WITH and os.path.exists(DIE_WITH):
+            die()
 
     def lost(self) -> None:
         """The connection has ended: what the task still holds goes on."""

@@ -190,7 +190,8 @@ class Running:
         return self.ask("pause-and-dump", output=str(output), **fields)
 
     def wait_line(self, line: str) -> None:
-        wait_for(lambda: line in self.lines, f"{line!r}")
+        wait_for(lambda: line in self.lines or self.exit_code is not None, f"{line!r}")
+        assert line in self.lines, (self.exit_code, self.lines[-3:], self.log)
 
     def wait_steps(self, more: int = 5) -> None:
         """Wait until the job has gone on by `more` lines."""
