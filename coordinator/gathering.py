@@ -1,8 +1,9 @@
-"""Waiting for other nodes in the middle of CRIU's restore, where TCP connections join the nodes.
+"""Work in the middle of CRIU's restore, once the sockets of TCP connections are there.
 
 CRIU makes each socket in repair mode (tcp(7)), where it sends nothing, and lets it go at the end.
 A socket that is let go asks the other end at once. Where there is none yet, the answer ends the
-connection. So CRIU waits before that, in a script, until all nodes have made their sockets.
+connection. So CRIU waits before that, in a script, until all nodes have made their sockets, and
+these have again what they had sent (flowgpu/host/tcp_queues.py).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def gathering(folder: Path, wait: Callable[[], None]) -> Iterator[Gathering]:
     """Do `wait` when CRIU has come so far, and let it go on then. Raises what `wait` raises."""
     folder.mkdir(0o700)
     over = threading.Event()
-    failures: list[FlowError] = []
+    failures: list[Exception] = []
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         ends = {}
@@ -54,7 +55,7 @@ def gathering(folder: Path, wait: Callable[[], None]) -> Iterator[Gathering]:
                     return
             try:
                 wait()
-            except FlowError as error:
+            except Exception as error:  # CRIU must not wait for ever
                 failures.append(error)
             os.write(ends["go"], b"stop\n" if failures else b"go\n")
 

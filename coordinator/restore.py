@@ -66,6 +66,7 @@ from flowgpu.host.criu_view import View
 from flowgpu.host.hold import Held
 from flowgpu.host.proctree import same_path, send, task_socket, tree_pids
 from flowgpu.host.settings import Restorer
+from flowgpu.host.tcp_queues import SendQueues
 from flowgpu.image import layout
 from flowgpu.image import manifest as m
 from flowgpu.image.compression import plain_criu
@@ -244,7 +245,7 @@ class Restore:
             finally:
                 if cut := view.result():
                     cut.remove()
-                shutil.rmtree(self._moved_dir, ignore_errors=True)
+                shutil.rmtree(self._changed_dir, ignore_errors=True)
             filled.result()
         if made is not None and made.full:
             # The memory that it has filled is ours by its descriptors; its contexts are in the way.
@@ -299,7 +300,11 @@ class Restore:
             # What this node's processes read may be what another one's have written, and it cuts.
             self._cut_files.cut(look(self._criu_dir, known, cut=cut, besides=files.made)[0])
             others = self._together("files", own)
-        self._move_hosts(addresses.agree(*own, others), view.result())
+        self._move_hosts(addresses.agree(*own, others))
+        queues = SendQueues(self._criu_dir)
+        if queues:
+            queues.leave_out(self._changeable())
+        self._show_changes(view.result())
         grown = find_grown(self._criu_dir, known, self._job.name, cut=cut, besides=files.made)
         self._cut_files.cut(grown)
         faults.check(Fault.CRIU_RESTORE)
@@ -310,7 +315,7 @@ class Restore:
         # Its part for AMX is of no particular version of CRIU's.
         plugins = criu_plugins() if amx else None
         pipes = {self._manifest.pipes[name]: end for name, end in self._ends.items()}
-        with self._gathering() as gathered, ThreadPoolExecutor(max_workers=1) as pool:
+        with self._gathering(queues) as gathered, ThreadPoolExecutor(max_workers=1) as pool:
             filled = pool.submit(files.fill)
             self._job.root_pid = criu.result().restore(
                 self._criu_dir,
@@ -327,20 +332,43 @@ class Restore:
             )
             filled.result()
 
-    def _gathering(self) -> contextlib.AbstractContextManager[Gathering | None]:
+    def _gathering(self, queues: SendQueues) -> contextlib.AbstractContextManager[Gathering | None]:
         together = self._together
         connected = self._member is not None and self._member.connected
         if together is None or not connected:
-            return contextlib.nullcontext()
+            together = None
+            if not queues:
+                return contextlib.nullcontext()
+        root = criu_images.pids(self._criu_dir)[0]
 
         def wait() -> None:
-            together("sockets", None)
+            if together is not None:
+                together("sockets", None)
+            try:
+                queues.put_back(tree_pids(root))
+            except OSError as error:
+                raise RestoreFailed(job=self._job.name, reason=words_of(error)) from error
 
         return gathering(self._job.directory / "together", wait)
 
     @property
-    def _moved_dir(self) -> Path:
-        return self._job.directory / "criu-moved"
+    def _changed_dir(self) -> Path:
+        return self._job.directory / "criu-changed"
+
+    def _changeable(self) -> Path:
+        """A folder of links to the images, which CRIU reads from now on in their place."""
+        if self._criu_dir != self._changed_dir:
+            criu_images.linked(self._criu_dir, self._changed_dir)
+            self._criu_dir = self._changed_dir
+        return self._criu_dir
+
+    def _show_changes(self, view: View | None) -> None:
+        """Let the view have them too."""
+        if view is not None and self._criu_dir == self._changed_dir:
+            for path in self._criu_dir.iterdir():
+                if not path.is_symlink():
+                    (view.path / path.name).unlink()
+                    (view.path / path.name).symlink_to(path)
 
     def _choose_addresses(self) -> tuple[str, dict[str, str]]:
         """By which address others reach this host, and what it gives for those of the image's.
@@ -372,7 +400,7 @@ class Restore:
                 raise RestoreFailed(job=self._job.name, reason=reason)
         return path, choice.moves
 
-    def _move_hosts(self, agreed: addresses.Agreement, view: View | None) -> None:
+    def _move_hosts(self, agreed: addresses.Agreement) -> None:
         """Let CRIU read sockets that have this host's addresses, and those of the other nodes.
 
         Raises RestoreFailed.
@@ -389,13 +417,8 @@ class Restore:
         if not changed:
             return
         log.info("addresses: %s", ", ".join(f"{one} is {now}" for one, now in changed.items()))
-        self._moves, moved = agreed.moves, self._moved_dir
-        criu_images.linked(self._criu_dir, moved)
-        criu_sockets.move_hosts(moved, agreed.moves)
-        if view is not None:
-            (view.path / "files.img").unlink()
-            (view.path / "files.img").symlink_to(moved / "files.img")
-        self._criu_dir = moved
+        self._moves = agreed.moves
+        criu_sockets.move_hosts(self._changeable(), agreed.moves)
 
     def _make_folders(self) -> None:
         """A job that ran on after its dump may have ended and removed its temporary folders.

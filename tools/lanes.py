@@ -289,6 +289,7 @@ LANES = {
         tests=(
             "tests/emu/test_nodes.py",
             "tests/emu/test_nodes_addresses.py",
+            "tests/emu/test_nodes_connections.py",
             "tests/emu/test_nodes_nccl.py",
         ),
         inputs=(

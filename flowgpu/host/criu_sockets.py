@@ -22,10 +22,16 @@ from flowgpu.host.criu_images import (
 _INET, _UNIX = 4, 16  # of a file's entry
 _OUTSIDE = 1 << 0  # of a Unix socket's flags: no process of the image has it
 _RIGHTS = 4  # of a packet's entry
-_CLOSED, _LISTENS = 7, 10  # states of a TCP socket
-_PORT, _HOSTS = 7, (11, 12)  # of a socket's entry: the local port, and the hosts of both ends
-_NOT_SENT = 12  # how many bytes of a connection, in its own file
+_ESTABLISHED, _CLOSED, _LISTENS = 1, 7, 10  # states of a TCP socket
+_STATE, _PORT, _HOSTS, _SHUT = 6, 7, (11, 12), 19  # of a socket's entry; hosts of both ends
+_READ, _WRITE = 1, 2  # what is shut down
+# A connection's own file says how many bytes the program has not read, and up to which number the
+# socket has received; how many it has sent or is to send, up to which, and how many it has not. It
+# says what the other end takes, and in which unit; what this one takes, and after which byte.
+_UNREAD, _RECEIVED, _QUEUED, _WRITTEN, _NOT_SENT = 1, 2, 3, 4, 12
+_WINDOW, _SCALE, _TAKES, _TAKEN = 14, 6, 16, 17
 _STREAM = "tcp-stream-{}.img"  # by the inode
+_NUMBERS = 1 << 32  # that bytes of a connection can have
 MAPPED = "0000000000000000FFFF0000"
 """What an IPv4 address has before it in the kernel's tables of IPv6."""
 
@@ -40,11 +46,14 @@ class TcpStream(NamedTuple):
 
 
 class TcpEnds(NamedTuple):
-    """The address of the end that the image has, both ends in words, and the other address."""
+    """The address of the end that the image has, both ends in words, and the other address. `state`
+    is the kernel's number."""
 
     host: str
     words: str
     other: str = ""
+    inode: int = 0
+    state: int = 0
 
 
 def socket_paths(images_dir: Path) -> tuple[set[Path], set[Path]]:
@@ -87,29 +96,114 @@ def tcp_streams(images_dir: Path) -> dict[int, TcpStream]:
     """What the image has of each connected TCP socket, by its inode. Raises ImageDamaged."""
     found = {}
     for path in images_dir.glob(_STREAM.format("*")):
-        data = path.read_bytes()  # the message, then the contents of the queues
-        size = int.from_bytes(data[MAGIC_BYTES : MAGIC_BYTES + 4], "little")
-        entry = Message(path, data[MAGIC_BYTES + 4 :][:size])
-        inode = int(path.stem.rpartition("-")[2], 16)
-        found[inode] = TcpStream(entry.number(2), entry.number(3), entry.number(4))
+        entry, *_ = _stream(path)
+        numbers = (entry.number(key) for key in (_RECEIVED, _QUEUED, _WRITTEN))
+        found[int(path.stem.rpartition("-")[2], 16)] = TcpStream(*numbers)
     return found
 
 
-def note_as_sent(images_dir: Path, inodes: Iterable[int]) -> None:
-    """Let the image have of these connections that all data of theirs was sent.
+def stream(images_dir: Path, inode: int) -> Path:
+    """The file of a connection."""
+    return images_dir / _STREAM.format(f"{inode:x}")
 
-    What was not, CRIU sends at a restore, and the other end is not there yet. What was sent and
-    not received the kernel sends again.
+
+def _stream(path: Path) -> tuple[Message, bytes, bytes]:
+    """What the file of a connection has: a message, also as bytes, and what is in both queues."""
+    data = path.read_bytes()
+    end = MAGIC_BYTES + 4 + int.from_bytes(data[MAGIC_BYTES : MAGIC_BYTES + 4], "little")
+    entry = data[MAGIC_BYTES + 4 : end]
+    return Message(path, entry), entry, data[end:]
+
+
+def _rewrite(path: Path, entry: bytes, queues: bytes) -> None:
+    """Replace the file of a connection, or a link to it."""
+    head = path.read_bytes()[:MAGIC_BYTES] + len(entry).to_bytes(4, "little")
+    path.unlink()
+    path.write_bytes(head + entry + queues)
+
+
+def note_as_sent(images_dir: Path, inodes: Iterable[int]) -> None:
+    """Let the image have of these connections that all data of theirs was sent, for CRIU alone.
+
+    What was not, it sends when it makes the socket, and the other end is not there yet. What was
+    sent and not received the kernel sends again.
     """
     for inode in inodes:
-        path = images_dir / _STREAM.format(f"{inode:x}")
-        data = path.read_bytes()
-        end = MAGIC_BYTES + 4 + int.from_bytes(data[MAGIC_BYTES : MAGIC_BYTES + 4], "little")
-        entry = data[MAGIC_BYTES + 4 : end]
-        if Message(path, entry).number(_NOT_SENT):
-            entry += bytes([_NOT_SENT << 3, 0])
-            head = data[:MAGIC_BYTES] + len(entry).to_bytes(4, "little")
-            path.write_bytes(head + entry + data[end:])
+        path = stream(images_dir, inode)
+        found, entry, queues = _stream(path)
+        if found.number(_NOT_SENT):
+            _rewrite(path, entry + bytes([_NOT_SENT << 3, 0]), queues)
+
+
+class Sent(NamedTuple):
+    """What a connection has sent, or was to send, that the other end may not have. `new`: how many
+    of the bytes it had not sent. `first` is the number of the first. `end`: that of the other
+    side's end, which it has received. `window`: what the other end took, in units of the packet."""
+
+    data: bytes
+    new: int
+    first: int
+    end: int
+    window: int
+
+
+def sent(path: Path, *, closes: bool) -> Sent:
+    """By the file of a connection, which closes its side, or does not. Raises ImageDamaged."""
+    found, _, queues = _stream(path)
+    # The end of a side has a number as a byte has.
+    first = found.number(_WRITTEN) - found.number(_QUEUED) - closes
+    return Sent(
+        queues[found.number(_UNREAD) :],
+        # The first number is CRIU's own: `note_as_sent` leaves it there.
+        next(iter(found.numbers(_NOT_SENT)), 0),
+        first % _NUMBERS,
+        (found.number(_RECEIVED) - 1) % _NUMBERS,
+        min(found.number(_WINDOW) >> found.number(_SCALE), 0xFFFF),
+    )
+
+
+def leave_out_sent(images_dir: Path, sides: Mapping[int, tuple[bool, bool]]) -> None:
+    """Let connections be without that in a folder of links to images, and open both ways.
+
+    `sides`: by their inodes, whether this side closes, and the other one has. Raises ImageDamaged.
+    """
+    for inode, (closes, closed) in sides.items():
+        path = stream(images_dir, inode)
+        found, entry, queues = _stream(path)
+        changes = {_QUEUED: 0, _NOT_SENT: 0, _WRITTEN: sent(path, closes=closes).first}
+        if closed:
+            changes[_RECEIVED] = (found.number(_RECEIVED) - 1) % _NUMBERS
+            if _TAKEN in found:
+                changes[_TAKEN] = (found.number(_TAKEN) - 1) % _NUMBERS
+                changes[_TAKES] = found.number(_TAKES) + 1
+        for key, value in changes.items():
+            entry += as_varint(key << 3) + as_varint(value)
+        _rewrite(path, entry, queues[: found.number(_UNREAD)])
+
+    def opened(entry: Message, data: bytes) -> bytes:
+        found = entry.message(_INET)
+        if found is None or found.number(2) not in sides:
+            return data
+        before = entry.text(_INET)
+        after = _without(before, (_STATE, _SHUT)) + bytes([_STATE << 3, _ESTABLISHED])
+        closes, closed = sides[found.number(2)]
+        if left := found.number(_SHUT) & ~(closes * _WRITE | closed * _READ):
+            after += as_varint(_SHUT << 3) + bytes([left])
+        return replaced(data, _INET, before, after)
+
+    change_entries(_own(images_dir / "files.img"), opened)
+
+
+def _without(entry: bytes, keys: Container[int]) -> bytes:
+    return b"".join(entry[at:end] for key, at, end in spans(entry) if key not in keys)
+
+
+def _own(path: Path) -> Path:
+    """Let a link to a file of the image be a file that may be changed."""
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data)
+    return path
 
 
 def tcp_ends(images_dir: Path) -> dict[tuple[str, str], TcpEnds]:
@@ -117,7 +211,7 @@ def tcp_ends(images_dir: Path) -> dict[tuple[str, str], TcpEnds]:
     found = {}
     for file in messages(images_dir / "files.img"):
         entry = file.message(_INET)
-        if entry and (images_dir / _STREAM.format(f"{entry.number(2):x}")).exists():
+        if entry and stream(images_dir, entry.number(2)).exists():
             ends, hosts, plain = [], [], []
             for addresses, port in ((11, 7), (12, 8)):
                 numbers = entry.numbers(addresses)
@@ -127,7 +221,8 @@ def tcp_ends(images_dir: Path) -> dict[tuple[str, str], TcpEnds]:
                 hosts.append(str(ipaddress.ip_address(packed)))
                 plain.append(str(_host(numbers)))
             words = f"{hosts[0]} port {entry.number(7)} to {hosts[1]} port {entry.number(8)}"
-            found[ends[0], ends[1]] = TcpEnds(hosts[0], words, plain[1])
+            about = entry.number(2), entry.number(_STATE)
+            found[ends[0], ends[1]] = TcpEnds(hosts[0], words, plain[1], *about)
     return found
 
 
@@ -176,17 +271,13 @@ def move_hosts(images_dir: Path, moves: Mapping[str, str]) -> None:
         if found is None:
             return data
         before = entry.text(_INET)
-        after = b"".join(before[at:end] for key, at, end in spans(before) if key not in _HOSTS)
+        after = _without(before, _HOSTS)
         for key in _HOSTS:
             for (word,) in struct.iter_unpack("<I", moved(found.numbers(key))):
                 after += bytes([key << 3]) + as_varint(word)
         return replaced(data, _INET, before, after)
 
-    path = images_dir / "files.img"
-    original = path.read_bytes()
-    path.unlink()
-    path.write_bytes(original)
-    change_entries(path, changed)
+    change_entries(_own(images_dir / "files.img"), changed)
 
 
 def exclusive_ports(images_dir: Path) -> set[str]:
@@ -197,7 +288,7 @@ def exclusive_ports(images_dir: Path) -> set[str]:
         f"{entry.number(7):04X}"
         for entry in listening
         if entry
-        and entry.number(6) == _LISTENS
+        and entry.number(_STATE) == _LISTENS
         and not ((options := entry.message(14)) and options.number(7))
     }
 
@@ -209,10 +300,10 @@ def close_connections(images_dir: Path, inodes: Container[int]) -> None:
         found = entry.message(_INET)
         if found is None or found.number(2) not in inodes:
             return data
-        (images_dir / _STREAM.format(f"{found.number(2):x}")).unlink(missing_ok=True)
+        stream(images_dir, found.number(2)).unlink(missing_ok=True)
         before = entry.text(_INET)
         return replaced(
-            data, _INET, before, before + bytes([6 << 3, _CLOSED, 7 << 3, 0, 8 << 3, 0])
+            data, _INET, before, before + bytes([_STATE << 3, _CLOSED, 7 << 3, 0, 8 << 3, 0])
         )
 
     change_entries(images_dir / "files.img", closed)

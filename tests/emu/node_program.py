@@ -69,7 +69,9 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         if sys.argv[5:]:
             host, port = sys.argv[5:]
-            work(folder, steps, rank, Sockets(stack, rank, count, (host, int(port))).sum)
+            sockets = Sockets(stack, rank, count, (host, int(port)))
+            work(folder, steps, rank, sockets.sum)
+            sockets.end()
         else:
             work(folder, steps, rank, Files(stack, folder, rank, count).sum)
     say("done")
@@ -135,6 +137,11 @@ class Sockets:
             end.sendall(PAIR.pack(step, found & 0xFFFFFFFF))
         return found & 0xFFFFFFFF
 
+    def end(self) -> None:
+        """Rank 0 ends last: a stream that breaks before has been broken by something else."""
+        for end in self._ends if self._leads else ():
+            end.recv(1)
+
     def _told(self, step: int, value: int) -> int:
         (end,) = self._ends
         end.sendall(PAIR.pack(step, value))
@@ -160,14 +167,18 @@ def exactly(end: socket.socket, count: int) -> bytes:
 
 def send_pattern(stream: socket.socket) -> None:
     for number in itertools.count():
-        stream.sendall(PAIR.pack(number, number * FACTOR & 0xFFFFFFFF) * PATTERN)
+        try:
+            stream.sendall(PAIR.pack(number, number * FACTOR & 0xFFFFFFFF) * PATTERN)
+        except OSError as error:
+            say(f"the stream is over: {error}")
+            os._exit(1)
 
 
 def read_pattern(stream: socket.socket) -> None:
     for number in itertools.count():
         wanted = PAIR.pack(number, number * FACTOR & 0xFFFFFFFF) * PATTERN
         if exactly(stream, len(wanted)) != wanted:
-            print(f"the stream is wrong at {number}", flush=True)
+            say(f"the stream is wrong at {number}")
             os._exit(1)
         time.sleep(READ_SECONDS)
 

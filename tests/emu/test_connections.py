@@ -123,3 +123,62 @@ def test_the_right_that_connections_need_is_named(echo: int, tmp_path: Path) -> 
     assert done.returncode == MissingCapability.exit_code
     assert "CAP_NET_ADMIN" in done.stderr
     assert said[-1] == "gpu True"
+
+
+# Both ends of each connection are its own. One side of the first has closed when all was received,
+# and of the next two when the other end took no more; of the last both have.
+FULL = (
+    GPU
+    + """
+import socket
+def fill(end, number):
+    end.setblocking(False)
+    count = 0
+    for _ in range(50):
+        try:
+            count += end.send(bytes([number]) * 10000)
+        except BlockingIOError:
+            time.sleep(0.01)
+    end.setblocking(True)
+    return count
+def drained(end, number):
+    count = 0
+    while data := end.recv(1 << 20):
+        assert data == bytes([number]) * len(data)
+        count += len(data)
+    return count
+family, host, size = getattr(socket, sys.argv[2]), sys.argv[3], int(sys.argv[4])
+server = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
+near, far = [], []
+for _ in range(4):
+    end = socket.socket(socket.AF_INET if host == "::" else family)
+    for one in (end, server):
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+    end.connect(("127.0.0.1" if host == "::" else host, server.getsockname()[1]))
+    near.append(end)
+    far.append(server.accept()[0])
+sent = [near[0].send(bytes(10)), *(fill(end, 1) for end in near[1:])]
+back = [0, 0, fill(far[2], 2), fill(far[3], 2)]
+for end in (near[0], near[2], near[3], far[3]):
+    end.shutdown(socket.SHUT_WR)
+went()
+back[0] = far[0].send(bytes(20))
+near[1].shutdown(socket.SHUT_WR)
+for end in far[:3]:
+    end.shutdown(socket.SHUT_WR)
+print([drained(end, k > 0) for k, end in enumerate(far)] == sent, min(sent[1:]) > size)
+print([drained(end, 2 * (k > 0)) for k, end in enumerate(near)] == back, min(back[2:]) > size)
+print("gpu", gpu())
+"""
+)
+
+
+@pytest.mark.parametrize("size", [4096, 300000])
+@pytest.mark.parametrize("place", ["AF_INET 127.0.0.1", "AF_INET6 ::1", "AF_INET6 ::"])
+def test_connections_that_are_full_and_closed_on_one_side_are_kept(
+    tmp_path: Path, runtime_dir: Path, place: str, size: int
+) -> None:
+    words = (*place.split(), str(size))
+    said = said_across_a_restore("state-full", FULL, tmp_path, *words)
+    assert said == ["ready", "True True", "True True", "gpu True"]

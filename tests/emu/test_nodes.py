@@ -196,6 +196,11 @@ class Nodes(list[Node]):
     def ask(self, verb: str, image: Path, *options: object, at: int = 0) -> Result[str]:
         return self[at].flowgpu(verb, NAME, "--output", image, *options)
 
+    def dump(self, image: Path, *options: object) -> None:
+        done = self.ask("pause-and-dump", image, *options)
+        assert done.returncode == 0, done.stderr
+        assert [node.wait() for node in self] == [errors.DUMPED_EXIT] * 2
+
     def restore(self, image: Path, *options: object) -> None:
         for node in self:
             node.start("restore", image, "--node", node.number, *options)
@@ -381,52 +386,6 @@ def hosts() -> Iterator[dict[str, str]]:
     """Two hosts, as `connected_hosts` makes them."""
     with contextlib.ExitStack() as stack:
         yield connected_hosts(stack, ("10.77.33.1", "10.77.33.2"))
-
-
-@pytest.fixture(params=["one host", "two hosts"])
-def talking(request: pytest.FixtureRequest, nodes: Nodes) -> Nodes:
-    """Nodes whose ranks talk by TCP."""
-    address, port = "127.0.0.1", free_port()
-    if request.param == "two hosts":
-        hosts: dict[str, str] = request.getfixturevalue("hosts")
-        address = next(iter(hosts.values()))
-        for node, name in zip(nodes, hosts, strict=True):
-            node.be_on(name, address)
-    for node in nodes:
-        node.talk = [address, port]
-    return nodes
-
-
-def test_tcp_connections_between_nodes_are_kept(talking: Nodes, tmp_path: Path) -> None:
-    nodes = talking
-    nodes.run()
-    done = nodes.ask("checkpoint", tmp_path / "running")
-    assert done.returncode == 0, done.stderr
-    for number in range(2):
-        for node in nodes:
-            node.wait_more()
-        image = tmp_path / f"image{number}"
-        done = nodes.ask("pause-and-dump", image)
-        assert done.returncode == 0, done.stderr
-        assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
-        assert [part.connections for part in JobFile.load(image).parts] == [2, 2]
-        nodes.restore(image)
-    nodes.check_end()
-
-
-def test_a_checkpoint_that_is_given_up_leaves_connections_as_they_were(
-    talking: Nodes, tmp_path: Path
-) -> None:
-    nodes = talking
-    nodes.run()
-    nodes[1].halts_at(FORWARD.index("commit") + 1)
-    with Asked(nodes, "pause-and-dump", tmp_path / "image") as asked:
-        asked.wait_halted(nodes[1])
-        nodes[1].kill_coordinator()
-        failed(asked.result(), errors.NodeFailed)
-    for node in nodes:
-        node.wait_more()
-    nodes.check_end()
 
 
 class Launched:

@@ -53,9 +53,7 @@ def dump_and_restore(
 ) -> None:
     for node in nodes:
         node.wait_more()
-    done = nodes.ask("pause-and-dump", image, *options)
-    assert done.returncode == 0, done.stderr
-    assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
+    nodes.dump(image, *options)
     move(nodes, hosts, order)
     nodes.restore(image, "--leader", nodes[0].leader)
 
@@ -199,9 +197,7 @@ def test_an_address_for_which_a_node_has_none_is_refused_by_name_on_all(
     nodes[1].run()
     for node in nodes:
         wait_for(lambda node=node: node.lines, f"lines of node {node.number}", SECONDS)
-    done = nodes.ask("pause-and-dump", tmp_path / "image")
-    assert done.returncode == 0, done.stderr
-    assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
+    nodes.dump(tmp_path / "image")
     move(nodes, second)
     nodes.restore(tmp_path / "image", "--leader", nodes[0].leader)
     codes = [errors.NodeFailed.exit_code, errors.RestoreFailed.exit_code]
@@ -221,9 +217,7 @@ def test_connections_of_nodes_that_had_one_address_are_refused_by_name_on_two_ho
     for node in nodes:
         node.talk = [FIRST[0], 7001]
     nodes.run()
-    done = nodes.ask("pause-and-dump", tmp_path / "image")
-    assert done.returncode == 0, done.stderr
-    assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
+    nodes.dump(tmp_path / "image")
     move(nodes, first)
     nodes.restore(tmp_path / "image")
     codes = {node.wait() for node in nodes}
@@ -272,9 +266,7 @@ def test_a_connection_that_another_node_has_closed_is_kept_with_what_it_had_sent
         node.run()
     for node in nodes:
         wait_for(lambda node=node: node.lines, "ready", SECONDS)
-    done = nodes.ask("pause-and-dump", tmp_path / "image")
-    assert done.returncode == 0, done.stderr
-    assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
+    nodes.dump(tmp_path / "image")
     move(nodes, second)
     nodes.restore(tmp_path / "image", "--leader", nodes[0].leader)
     nodes.hurry()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flowgpu import errors
-from tests.emu import test_nodes, test_nodes_addresses
+from tests.emu import test_nodes, test_nodes_addresses, test_nodes_connections
 from tests.emu.test_nodes import Node, Nodes
 from tests.emu.test_nodes_nccl import restore
 from tests.gpu.catalogue import catalogue
@@ -20,7 +20,8 @@ from tests.gpu.slots import VISIBLE, visible_gpus
 from tests.gpu.test_checkpoint import KIND
 from tests.unit.coordinator_job import wait_for
 
-machines, hosts, talking = test_nodes.machines, test_nodes.hosts, test_nodes.talking
+machines, hosts = test_nodes.machines, test_nodes.hosts
+talking = test_nodes_connections.talking
 networks = test_nodes_addresses.networks
 both = test_nodes.nodes
 
@@ -38,7 +39,7 @@ def nodes(both: Nodes) -> Nodes:
 
 test_dumped = test_nodes.test_a_job_of_two_nodes_is_dumped_and_restored_again_and_again
 test_left_running = test_nodes.test_a_job_that_is_left_running_loses_nothing_and_its_image_restores
-test_connections = test_nodes.test_tcp_connections_between_nodes_are_kept
+test_connections = test_nodes_connections.test_tcp_connections_between_nodes_are_kept
 test_elsewhere = test_nodes_addresses.test_connections_between_nodes_go_on_at_other_addresses
 
 
