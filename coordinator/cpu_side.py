@@ -218,8 +218,9 @@ class CpuSide:
         """The tree is stopped; and so are those of the other nodes once they are waited for."""
         shared, elsewhere = self._shared, tcp.NOWHERE
         if not shared.others.alone:
+            shared.others.reached(Barrier.STOPPED, shared.deadline)
             told = tcp.tell(tcp.look(self.tree()), tcp.closed(self._job.root_pid))
-            said = shared.others.reached(Barrier.STOPPED, shared.deadline, told)
+            said = shared.others.reached(Barrier.CONNECTED, shared.deadline, told)
             elsewhere = tcp.Elsewhere(said, None)
         self._look_at_tcp(1, elsewhere)
         self.connections = [end for end in self._tcp.outside if elsewhere.has(end)]

@@ -10,6 +10,7 @@ import pytest
 
 from flowgpu import errors
 from flowgpu.host.criu import Criu
+from flowgpu.host.proctree import is_stopped
 from flowgpu.image.job_file import JobFile
 from tests.emu import test_nodes
 from tests.emu.test_checkpoint import SECONDS
@@ -152,3 +153,52 @@ def test_a_checkpoint_that_is_given_up_leaves_connections_as_they_were(
     for node in nodes:
         node.wait_more()
     nodes.check_end()
+
+
+# Rank 1 connects to rank 0 when it is told to.
+CONNECTS = """
+import os, socket, sys, time
+folder, rank, place = sys.argv[1], int(sys.argv[2]), (sys.argv[3], int(sys.argv[4]))
+def told(name):
+    while not os.path.exists(os.path.join(folder, name)):
+        time.sleep(0.01)
+if rank == 0:
+    with socket.create_server(place) as listener:
+        print("ready", flush=True)
+        end = listener.accept()[0]
+    told("hurry")
+    print(end.recv(9), flush=True)
+else:
+    print("ready", flush=True)
+    told("connect")
+    end = socket.create_connection(place)
+    open(os.path.join(folder, "connected"), "w").close()
+    told("hurry")
+    end.sendall(b"is there")
+"""
+
+
+def test_a_node_may_make_a_connection_to_one_that_is_stopped(
+    talking: Nodes, tmp_path: Path
+) -> None:
+    """It is refused for the moment, as one that nobody has accepted, and kept by the next try."""
+    nodes = talking
+    for node in nodes:
+        node.program = [sys.executable, "-c", CONNECTS, tmp_path, node.number, *node.talk]
+        node.run()
+        wait_for(lambda node=node: node.lines, "ready", SECONDS)
+    root = nodes[0].record.root_pid
+    nodes[1].halts_at(FORWARD.index("capture") + 1)
+    with Asked(nodes, "pause-and-dump", tmp_path / "image") as asked:
+        asked.wait_halted(nodes[1])
+        wait_for(lambda: is_stopped(root), "the stop of rank 0", SECONDS)
+        (tmp_path / "connect").touch()
+        wait_for((tmp_path / "connected").exists, "the connection", SECONDS)
+        nodes[1].go_on()
+        done = asked.result()
+    assert done.returncode == 0, done.stderr
+    assert [node.wait() for node in nodes] == [errors.DUMPED_EXIT] * 2
+    nodes.restore(tmp_path / "image")
+    nodes.hurry()
+    assert [node.wait() for node in nodes] == [0, 0], [node.said for node in nodes]
+    assert nodes[0].lines == ["ready", "b'is there'"]
