@@ -333,16 +333,13 @@ class Restore:
             filled.result()
 
     def _gathering(self, queues: SendQueues) -> contextlib.AbstractContextManager[Gathering | None]:
-        together = self._together
-        connected = self._member is not None and self._member.connected
-        if together is None or not connected:
-            together = None
-            if not queues:
-                return contextlib.nullcontext()
+        together = self._together if self._member and self._member.connected else None
+        if not together and not queues:
+            return contextlib.nullcontext()
         root = criu_images.pids(self._criu_dir)[0]
 
         def wait() -> None:
-            if together is not None:
+            if together:
                 together("sockets", None)
             try:
                 queues.put_back(tree_pids(root))
