@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -122,7 +123,9 @@ def test_a_command_in_the_container_dumps_its_job_for_another_container(
         line.wait_more(3)
         dump = ("pause-and-dump", line.name, "--output", "/images/moved")
         done = podman.exec(line.name, "flowgpu", *dump)
-        assert done.returncode == 0, done.stderr
+        # The container ends with its job, and may take the command along that has said so.
+        assert done.returncode in (0, 128 + signal.SIGKILL), done.stderr
+        assert "image " in done.stdout
         assert process.wait(SECONDS) == DUMPED_EXIT, line.err.read_text()
     line.hurrying.touch()
     options = [*line.options, *RIGHTS, f"--volume={line.folder}/images:/images"]

@@ -161,11 +161,11 @@ def test_several_tasks_of_one_tree_are_one_checkpoint(jobs: Jobs, tmp_path: Path
     task = f"{sys.executable} {FAKES / 'task.py'} 3"
     job = jobs.run(["/bin/sh", "-c", f"{task} & {task} & wait"])
     wait_for(lambda: job.lines.count("step 5") == 2, "both tasks")
-    assert len(job.ask("status")["tasks"]) == 2
+    wait_for(lambda: len(job.ask("status")["tasks"]) == 2, "the connections of both")
     job.dump(tmp_path / "image")
     assert len(Image(tmp_path / "image").manifest.tasks) == 2
     again = jobs.restore(tmp_path / "image")
-    again.wait_steps(20)
+    wait_for(lambda: (job.lines + again.lines).count("step 20") == 2, "step 20 of both")
     lines = sorted(job.lines + again.lines, key=lambda line: int(line.split()[1]))
     assert "torn" not in lines
     assert lines[0::2][:20] == lines[1::2][:20] == [f"step {n + 1}" for n in range(20)]
@@ -354,14 +354,14 @@ def test_a_process_that_was_spoilt_is_not_stopped_again(jobs: Jobs, tmp_path: Pa
 def test_an_engine_that_hangs_is_a_timeout(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.task(2, ghost_env={"FAKE_CHECKPOINT": "hang-CHECKPOINTED"})
     with pytest.raises(CheckpointTimeout, match="STRIP"):
-        job.dump(tmp_path / "image", timeout=1.0)
+        job.dump(tmp_path / "image", timeout=5.0)
     goes_on_as_before(job, tmp_path / "image")
 
 
 def test_a_copy_that_is_too_slow_is_a_timeout(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.task(4, ghost_env={"FAKE_COPY_SECONDS": "100"})
     with pytest.raises(CheckpointTimeout, match="CAPTURE"):
-        job.dump(tmp_path / "image", timeout=2.0)
+        job.dump(tmp_path / "image", timeout=8.0)
     goes_on_as_before(job, tmp_path / "image")
 
 

@@ -116,7 +116,7 @@ def test_a_restore_into_a_full_gpu_ends_the_ghost_before_the_rebuild(
     goes_on(job, again)
     # One filled the memory and was killed, the next one rebuilt the task.
     assert again.log.count("the ghost was ended by SIGKILL") == 1
-    assert ghosts(again) == []
+    wait_for(lambda: not ghosts(again), "the ghost's end")  # which nobody else waits for
 
 
 def test_one_warm_ghost_serves_every_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
@@ -151,6 +151,7 @@ def test_a_warm_ghost_that_dies_is_replaced(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.task(3, ghost="warm")
     ghost = warm_ghost(job)
     os.kill(ghost, signal.SIGKILL)
+    wait_for(lambda: not start_time(ghost), "its end")
     job.dump(tmp_path / "image", leave_running=True)
     wait_for(lambda: ghosts(job) not in ([], [ghost]), "another ghost")
     assert ghost not in ghosts(job)

@@ -241,9 +241,9 @@ def test_a_rebuild_that_fails_once_is_tried_again(jobs: Jobs, tmp_path: Path) ->
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_strip_that_takes_too_long_is_a_timeout(jobs: Jobs, tmp_path: Path, when: str) -> None:
-    two = Two(jobs, {"FAKE_TASK_SLOW": f"STRIP:{when}:1.5"}, engine="replay")
+    two = Two(jobs, {"FAKE_TASK_SLOW": f"STRIP:{when}:6"}, engine="replay")
     with pytest.raises(CheckpointTimeout, match="STRIP"):
-        two.job.dump(tmp_path / "image", timeout=0.7)
+        two.job.dump(tmp_path / "image", timeout=4.0)
     two.goes_on(tmp_path / "image")
 
 

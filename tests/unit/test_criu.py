@@ -187,8 +187,9 @@ def test_shell_job_in_the_session_of_another_process_is_dumped_and_restored(
 
 
 def test_cancelled_dump_leaves_the_job_running_at_whatever_moment(
-    criu: Criu, start: StartJob, tmp_path: Path
+    criu: Criu, start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("flowgpu.host.criu._FAIL_SECONDS", SECONDS)
     job = start(COUNTER, "200")
     job.number()
     began = time.monotonic()
@@ -221,7 +222,7 @@ def test_cancelled_dump_that_hangs_is_killed(
     criu: Criu, start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowgpu.host.criu._FAIL_SECONDS", 0.2)
-    job = start()
+    job = start(COUNTER, "200")  # Its dump is not over before it is stopped.
     job.number()
     run = criu.start_dump(job.pid, tmp_path)
     os.kill(run._process.pid, signal.SIGSTOP)

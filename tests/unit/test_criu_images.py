@@ -32,6 +32,7 @@ from flowgpu.host.criu import Criu
 from flowgpu.host.criu_images import OpenedFile
 from flowgpu.host.probes import libc
 from flowgpu.host.proctree import external_pipes, ids_in_use, resume_tree, task_states
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
 
 
@@ -96,7 +97,10 @@ def test_a_socket_in_flight_is_lost_where_nobody_has_an_end_of_it(
 def test_image_files_are_read_as_pycriu_reads_them(
     criu: Criu, start: StartJob, tmp_path: Path
 ) -> None:
-    zombie = "import os\nif os.fork() == 0: os._exit(0)\n"
+    zombie = (
+        "import os\nif (child := os.fork()) == 0: os._exit(0)\n"
+        "os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)\n"
+    )
     job = start(setup="import socket; pair = socket.socketpair()\n" + zombie)
     job.number()
     criu.dump(job.pid, tmp_path)
@@ -122,13 +126,16 @@ def test_image_files_are_read_as_pycriu_reads_them(
 # A signal stack, whose bytes are the argument, in a thread beside the first.
 SIGNAL_STACK = """
 import ctypes, threading, time
+has_stack = threading.Event()
 def with_stack():
     memory = ctypes.create_string_buffer(65536)
     stack = (ctypes.c_uint64 * 3)(ctypes.addressof(memory), 0, len(memory))
     assert ctypes.CDLL(None).sigaltstack(stack, None) == 0
+    has_stack.set()
     while True:
         time.sleep(1)
 threading.Thread(target=with_stack, daemon=True).start()
+has_stack.wait()
 """
 
 
@@ -202,7 +209,8 @@ def test_restore_names_the_taken_id_of_a_thread(
         patched.setattr(criu_module, "ids_in_use", lambda _: [])
         with pytest.raises(PidTaken, match=f"of a thread of process {job.pid}"):
             criu.restore(tmp_path, inherit_fds={f"pipe:[{job.inode}]": job.write_end})
-    with taken(ids[2], seconds=0.2):
+    with taken(ids[2], seconds=0.2), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(criu_module, "_IDS_SECONDS", SECONDS)
         restore(criu, job, tmp_path)
     assert sorted(task_states(job.pid)) == ids
 
@@ -322,6 +330,7 @@ def test_a_connection_is_closed_in_an_image_and_the_others_are_kept(
             job.kill()
             assert tcp.hindered(tmp_path / "images", 0) == ""
             restore(criu, job, tmp_path / "images")
+            job.number()  # It may have been dumped between its look and this line.
             assert job.number() == 1
 
 
