@@ -30,8 +30,11 @@ def main() -> None:
         add(1, 1)
         check(driver.cuMemcpyDtoH(value, total, size))
         print(f"step {step} {int.from_bytes(value, 'little')}", flush=True)
-        if not os.path.exists(os.environ["WORKLOAD_HURRY"]):
+        hurry = os.environ["WORKLOAD_HURRY"]
+        if not os.path.exists(hurry):
             time.sleep(0.5)
+        while step == 35 and not os.path.exists(hurry):
+            time.sleep(0.01)
     print("done", flush=True)
 
 

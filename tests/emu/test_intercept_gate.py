@@ -93,6 +93,14 @@ def test_nothing_is_lost_while_the_gate_closes_and_opens(
     built: Path, tmp_path: Path, stats: Stats
 ) -> None:
     with hammer(built, tmp_path, stats, 8) as (task, process):
+
+        def all_have_begun() -> bool:
+            """A thread is counted from its first call on."""
+            task.close_gate()
+            task.ok(Message.OPEN)
+            return bool(task.page.threads == 9)
+
+        lib.wait_until(all_have_begun, "the first calls of all threads")
         for _ in range(CLOSINGS):
             task.close_gate()
             before = stats.launches

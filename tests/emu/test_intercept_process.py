@@ -142,11 +142,13 @@ def test_a_fork_behind_the_closed_gate_waits_for_it_to_open(task_job: Job, tmp_p
     _, program, task = task_job
     program.do(INSPECT)
     program.do("x = int(ok(cu.cuMemAlloc(3 * MIB))); ok(cu.cuMemsetD8(x, 1, 100))")
-    report = tmp_path / "report"
+    report, go = tmp_path / "report", tmp_path / "go"
     program.do(
         f"""
-import threading
+import threading, time
 def fork():
+    while not os.path.exists({str(go)!r}):
+        time.sleep(0.01)
     child = os.fork()
     if child == 0:
         open({str(report)!r}, "w").write(json.dumps(inspect()))
@@ -158,8 +160,9 @@ ended = []
     ghost = Ghost()
     lib.export(task, ghost)
     task.close_gate()
-    # Later: a thread that forks keeps Python's lock, and the program could not answer.
-    program.do("threading.Timer(0.2, fork).start()")
+    program.do("threading.Thread(target=fork).start()")
+    # Once it has answered: a thread that forks keeps Python's lock.
+    go.touch()
     time.sleep(0.5)
     task.ok(Message.HANDOVER)
     assert not report.exists()

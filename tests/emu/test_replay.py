@@ -44,7 +44,7 @@ class Task:
         ghost = Ghost()
         try:
             lib.export(self.connection, ghost)
-            assert self.connection.gate(engine=Engine.REPLAY).status == Status.OK
+            assert self.connection.gate(60_000, engine=Engine.REPLAY).status == Status.OK
             self.connection.ok(Message.HANDOVER)
             self._exchange(ManagedStep.LEAVE, ManagedStep.LEAVE_HELD)
             stripped = self.connection.ok(Message.STRIP)
@@ -224,7 +224,7 @@ def test_a_task_that_lends_its_memory_does_not_need_a_coordinator(tmp_path: Path
 def test_what_a_task_is_lent_in_another_order_is_refused(task: Task) -> None:
     for message in (Message.LEND, Message.KEEP):
         assert task.connection.ask(message).status == Status.PROTOCOL
-    assert task.connection.gate(engine=Engine.REPLAY).status == Status.OK
+    assert task.connection.gate(60_000, engine=Engine.REPLAY).status == Status.OK
     assert task.connection.ask(Message.LEND).status == Status.PROTOCOL
     task.connection.ok(Message.KEEP)
     task.connection.ok(Message.OPEN)
@@ -451,7 +451,7 @@ thread.start()
     ghost = Ghost()
     try:
         lib.export(task.connection, ghost)
-        assert task.connection.gate(engine=Engine.REPLAY).status == Status.OK
+        assert task.connection.gate(60_000, engine=Engine.REPLAY).status == Status.OK
         # Later: a thread that forks keeps Python's lock, and the program could not answer.
         task.do("threading.Timer(0.2, go.set).start()")
         time.sleep(0.5)

@@ -10,6 +10,7 @@ import re
 import shutil
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,15 @@ def test_only_a_job_that_is_left_running_keeps_cuda(runs: Any, tmp_path: Path) -
     assert not inspect.summary(tmp_path / "replay").get("live")
 
 
+def in_time(take: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    """The report of an image, taken again where a process got no core to stop in time."""
+    for number in range(20):
+        report = take(number)
+        if not report["rung_reason"].endswith(" does not stop"):
+            break
+    return report
+
+
 def test_how_soon_a_job_goes_on_may_be_chosen(runs: Any, tmp_path: Path) -> None:
     run: Run = runs("live-mode", command("modules"), "", *REPLAY)
     run.wait_lines(8)
@@ -111,9 +121,13 @@ def test_how_soon_a_job_goes_on_may_be_chosen(runs: Any, tmp_path: Path) -> None
         return flowgpu("checkpoint", run.name, *words)
 
     for mode, rung, why in (("any", "early-pages", ""), ("stop", "all-pages", "asked for")):
-        done = series("--mode", mode, *REPLAY)
-        assert done.returncode == 0, done.stderr
-        report = json.loads(done.stdout)
+
+        def take(_: int, mode: str = mode) -> Any:
+            done = series("--mode", mode, *REPLAY)
+            assert done.returncode == 0, done.stderr
+            return json.loads(done.stdout)
+
+        report = in_time(take)
         assert report["mode"] == {"any": "cow"}.get(mode, mode)
         assert (report["rung"], report["rung_reason"]) == (rung, why)
         assert (report["hold_seconds"] is None) == (mode == "stop")
@@ -125,7 +139,7 @@ def test_how_soon_a_job_goes_on_may_be_chosen(runs: Any, tmp_path: Path) -> None
 
 
 PINNED = """
-import ctypes, sys, time
+import ctypes, os, sys, time
 from cuda.bindings import driver as cu
 
 def ok(result):
@@ -141,12 +155,14 @@ ok(cu.cuMemsetD8(device, 7, size))
 ok(cu.cuMemcpyDtoH(host, device, size))
 number = 0
 while number < int(sys.argv[1]):
-    number += 1
     # Held by the driver for a moment, like those of a library that registers what it is given.
     ok(cu.cuMemHostRegister(ctypes.addressof(passing), 2 * size, 0))
     ok(cu.cuMemHostUnregister(ctypes.addressof(passing)))
     total = sum(ctypes.string_at(host, size)[::4096]) + sum(passing.raw[:size:4096])
-    print(number, total, flush=True)
+    # However slow the machine is, who dumps this program finds it running.
+    if number < 100 or os.path.exists(os.environ["WORKLOAD_HURRY"]):
+        number += 1
+        print(number, total, flush=True)
     time.sleep(0.03)
 """
 
@@ -154,21 +170,21 @@ while number < int(sys.argv[1]):
 def test_memory_that_the_driver_holds_is_compared_while_all_stands_still(
     runs: Any, tmp_path: Path
 ) -> None:
-    program, image = tmp_path / "program.py", tmp_path / "image"
+    program = tmp_path / "program.py"
     program.write_text(PINNED)
     run: Run = runs("live-pinned", [sys.executable, str(program), "200"], "", *REPLAY)
     run.wait_lines(8)
-    report = run.dump(image, "--leave-running", *REPLAY)
-    assert report["rung"] == "early-pages"
+    report = in_time(lambda n: run.dump(tmp_path / f"image{n}", "--leave-running", *REPLAY))
+    assert report["rung"] == "early-pages", report["rung_reason"]
     log = Registry().dir(Registry().find(run.name).id).coordinator_log.read_text()
     found = re.findall(r"early_bytes=(\d+), compared_bytes=(\d+)", log)
     early, compared = map(int, found[-1])
     assert early > compared >= 3 << 20
     assert run.end() == 0
     assert run.lines == [f"{n} {256 * (7 + ord('a'))}" for n in range(1, 201)]
-    restored = flowgpu("restore", image)
+    restored = flowgpu("restore", report["image"])
     assert restored.returncode == 0, restored.stderr
-    log_lines = (image / "output.log").read_text().splitlines()
+    log_lines = (Path(report["image"]) / "output.log").read_text().splitlines()
     assert log_lines + restored.stdout.splitlines() == run.lines
 
 

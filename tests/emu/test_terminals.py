@@ -40,6 +40,7 @@ class Terminal:
     def __init__(self, *words: object) -> None:
         self._master, slave = os.openpty()
         self.shown = ""
+        self._bytes = b""
         self.process = subprocess.Popen(
             [*FLOWGPU, *map(str, words)],
             cwd=ROOT,
@@ -75,9 +76,11 @@ class Terminal:
     def _read(self) -> str:
         while select.select([self._master], [], [], 0)[0]:
             try:
-                self.shown += os.read(self._master, 1 << 16).decode().replace("\r\n", "\n")
+                self._bytes += os.read(self._master, 1 << 16)
             except OSError:  # the command has ended
                 break
+        # What is read may end within a letter, or within the end of a line.
+        self.shown = self._bytes.decode(errors="ignore").replace("\r\n", "\n")
         return self.shown
 
 
@@ -124,9 +127,14 @@ OWN_TERMINAL = (
     GPU
     + """
 import pty, termios
+# The restore needs the number of its terminal: other programs take the lowest that is free.
+lower = [fd for _ in range(20) for fd in os.openpty()]
 child, master = pty.fork()
 if child == 0:
     os.execvp("sh", ["sh", "-c", "read word; tty -s && echo got $word; stty size"])
+for fd in lower:
+    os.close(fd)
+until(lambda: b"read word" in open(f"/proc/{child}/cmdline", "rb").read())
 fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 17, 71, 0, 0))
 went()
 os.write(master, b"word\\n")

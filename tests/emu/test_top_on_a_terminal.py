@@ -53,12 +53,15 @@ class Tmux:
     def press(self, *keys: str) -> None:
         self._call("send-keys", *keys)
 
-    def wait_for(self, pattern: str) -> str:
-        """What is shown, once there is a line in it that the pattern is found in."""
-        wait_for(
-            lambda: re.search(pattern, self.shows(), re.MULTILINE), f"{pattern} shown", SECONDS
-        )
-        return self.shows()
+    def wait_for(self, *patterns: str) -> str:
+        """What is shown, once each pattern is found in a line of it: it may be half drawn."""
+
+        def found() -> str:
+            shown = self.shows()
+            return shown if all(re.search(one, shown, re.MULTILINE) for one in patterns) else ""
+
+        shown: str = wait_for(found, f"{patterns} shown", SECONDS)
+        return shown
 
     def end(self) -> None:
         self._call("kill-server")
@@ -114,10 +117,9 @@ def test_a_job_is_followed_from_its_start_through_its_checkpoint_to_its_end(
         shown = top.wait_for(r"^watched +running .*GPU +1/\d+ +\d+ s +[\d.]+ m?s +")
         assert all(len(line) <= 80 for line in shown.splitlines())
         top.press("Enter")
-        shown = top.wait_for("newest checkpoint: ")
-        assert record.id in shown and "1 done, 0 failed" in shown
-        for step in ("stop at the gate", "take the GPU memory over", "end CUDA"):
-            assert re.search(f"{step} +[0-9.]+ m?s [█░]", shown), shown
+        steps = ("stop at the gate", "take the GPU memory over", "end CUDA")
+        bars = [f"{step} +[0-9.]+ m?s [█░]" for step in steps]
+        top.wait_for("newest checkpoint: ", re.escape(record.id), "1 done, 0 failed", *bars)
         flowgpu("kill", "watched")
         top.wait_for("not there any more")
         top.press("Escape")

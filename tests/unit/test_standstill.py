@@ -26,6 +26,7 @@ from flowgpu.host.settings import Survey
 from flowgpu.host.sockets import PEEK_BEGINS
 from flowgpu.host.standstill import Process, Standstill, take_up
 from tests.emu.intercept_lib import compile_program
+from tests.patience import SECONDS
 from tests.unit.coordinator_job import ROOT, wait_for
 
 # Two processes of several threads each. The first thread of each is deep in its stack or not, at
@@ -166,7 +167,7 @@ def test_all_threads_are_stopped_before_criu_begins(job: Job) -> None:
             os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
         found = set()
         for _ in range(20):
-            still = Standstill(job.pid, 10.0)
+            still = Standstill(job.pid, SECONDS)
             found |= {state for pid in tree_pids(job.pid) for state in task_states(pid).values()}
             still.finish()
             still.end()

@@ -391,7 +391,8 @@ def names(top: Any) -> list[str]:
 
 
 def words(top: Any) -> str:
-    return str(top.screen.query_one("#details").content)
+    """What the details show; empty while they are not there."""
+    return " ".join(str(one.content) for one in top.screen.query("#details"))
 
 
 def test_jobs_come_and_go_under_the_cursor(registry: Registry) -> None:
@@ -464,7 +465,7 @@ def test_a_store_shows_its_images(registry: Registry, tmp_path: Path) -> None:
         stores = top.query_one("#stores")
         await until(pilot, lambda: stores.row_count, "the store")
         await pilot.press("tab", "enter")
-        await until(pilot, lambda: len(top.screen_stack) == 2, "its details")
+        await until(pilot, lambda: words(top), "its details")
         assert "1 whole, 0 damaged" in words(top) and "000001-20261121T144500Z" in words(top)
 
     on_screens(Watch(registry, [tmp_path]), do)
