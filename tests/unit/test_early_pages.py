@@ -23,7 +23,7 @@ from criu_job import COUNTER, Job
 from flowgpu.host import ptrace, tracking
 from flowgpu.host.criu import Criu
 from flowgpu.host.pages import PageServer, PageStats
-from flowgpu.host.proctree import is_dead, thread_ids, tree_pids
+from flowgpu.host.proctree import is_dead, thread_ids, thread_state, tree_pids
 from tests.unit.coordinator_job import wait_for
 from tests.unit.test_pages import (
     MEMORY,
@@ -82,9 +82,16 @@ def dump_twice(criu: Criu, job: Job, folder: Path, server: PageServer) -> PageSt
 
 def stay_on_one_processor(job: Job) -> None:
     """The C library has the kernel write into each thread's memory on which processor it is."""
-    for pid in tree_pids(job.pid):
-        for thread in thread_ids(pid):
-            os.sched_setaffinity(thread, {min(os.sched_getaffinity(0))})
+    one = {min(os.sched_getaffinity(0))}
+    # Again for those that were made meanwhile by one that was not there yet.
+    while elsewhere := [
+        thread
+        for pid in tree_pids(job.pid)
+        for thread in thread_ids(pid)
+        if os.sched_getaffinity(thread) != one
+    ]:
+        for thread in elsewhere:
+            os.sched_setaffinity(thread, one)
 
 
 def compare(folder: Path) -> None:
@@ -240,6 +247,7 @@ def test_what_cannot_be_tracked_is_named_and_goes_on(start: StartJob, tmp_path: 
         with pytest.raises(tracking.Untrackable, match=f"process {job.pid} does not stop"):
             tracking.descriptors(job.pid, 0.2, notes)
     finally:
+        wait_for(lambda: thread_state(job.pid, job.pid) == "t", "the stop that its tracer sees")
         ptrace.let_go(job.pid, [job.pid])
     goes_on(job)
     assert os.listdir(f"/proc/{job.pid}/fd") == before

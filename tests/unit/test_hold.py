@@ -17,6 +17,8 @@ from flowgpu.host.proctree import task_states
 from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
 
+SLEEPS = {"230", "219"}  # clock_nanosleep(2) and restart_syscall(2), asm/unistd_64.h
+
 PROGRAM = """
 import ctypes, mmap, os, sys, threading, time
 shared = mmap.mmap(int(sys.argv[1]), 4096)
@@ -50,8 +52,19 @@ class Program:
         return [data[0], data[8], data[16]]
 
     def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-        wait_for(lambda: set(task_states(self.pid).values()) == {"T"}, "its stop")
+        """While all threads sleep: one with the interpreter's lock would keep others from it."""
+
+        def stops_asleep() -> bool:
+            os.kill(self.pid, signal.SIGSTOP)
+            wait_for(lambda: set(task_states(self.pid).values()) == {"T"}, "its stop")
+            folder = Path(f"/proc/{self.pid}/task")
+            calls = {(folder / str(t) / "syscall").read_text().split()[0] for t in self.threads}
+            if calls <= SLEEPS:
+                return True
+            os.kill(self.pid, signal.SIGCONT)
+            return False
+
+        wait_for(stops_asleep, "a stop in the sleep of all threads")
 
     def run_alone(self, *places: int) -> bool:
         """Waits until the threads of these places have gone on; true if no other has by then."""

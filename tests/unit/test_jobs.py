@@ -18,6 +18,7 @@ from flowgpu import jobs, start
 from flowgpu.errors import AmbiguousJob, JobExists, RuntimeDirUnsafe, UnknownJob
 from flowgpu.jobs import Job, Registry
 from tests.patience import SECONDS
+from tests.unit.coordinator_job import wait_for
 
 
 @pytest.fixture
@@ -212,6 +213,8 @@ def test_what_is_left_of_a_lost_job_is_ended_wherever_it_is(registry: Registry) 
     ]
     other = subprocess.Popen(["sh", "-c", "sleep 100; :", here], env={"FLOWGPU_SOCKET": here})
     try:
+        # Popen returns a moment before /proc shows a program's words and environment.
+        wait_for(lambda: len(start._left(directory, 0)) == 2, "both programs")
         later = jobs.start_time(left[-1].pid) + 1000
         assert not start.kill_lost(directory, signal.SIGTERM, since=later)
         assert start.kill_lost(directory, signal.SIGKILL)

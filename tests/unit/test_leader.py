@@ -15,6 +15,7 @@ import pytest
 
 import flowgpu
 from coordinator import leader as leading
+from coordinator import node_stream
 from coordinator.cut_of_nodes import Word
 from coordinator.leader import Leader, together
 from coordinator.node_stream import Message, NodeStream, StreamEnded, dial
@@ -129,7 +130,8 @@ Job = Callable[..., list[Node]]
 
 
 @pytest.fixture
-def member() -> Membership:
+def member(monkeypatch: pytest.MonkeyPatch) -> Membership:
+    monkeypatch.setattr(node_stream, "SILENT_SECONDS", SECONDS)  # these nodes do not beat
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     return Membership(3, 0, f"127.0.0.1:{port}", SECRET)
@@ -341,13 +343,16 @@ def test_restores_go_on_together_and_fail_together(job: Job) -> None:
 
 
 def test_a_node_that_is_lost_while_others_wait_for_it_fails_the_restore(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leading, "LOST_SECONDS", 0.0)
     monkeypatch.setattr(leading, "BEAT_SECONDS", 0.05)
     nodes = job()
     nodes[0].say("ready", place="all", said=None)
     nodes[1].say("ready", place="all", said=None)
+    # It is answered after what was said before: a beat may end the connection sooner.
+    nodes[1].say("doubt", image=str(tmp_path / "image"), epoch="none")
+    nodes[1].wait(lambda message: message["is"] == "abort" or None)
     nodes[1].stream.close()
     error = nodes[0].wait(lambda m: m["error"] if m["is"] == "restore-failed" else None)
     assert (error["error"], error["fields"]["node"]) == ("NodeFailed", 1)

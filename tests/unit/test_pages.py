@@ -28,7 +28,7 @@ from flowgpu.host.criu import Criu
 from flowgpu.host.pages import PageServer, PagesUnavailable
 from flowgpu.host.prctl import become_subreaper
 from flowgpu.host.proctree import resume_tree, task_states, tree_pids
-from tests.unit.coordinator_job import Jobs
+from tests.unit.coordinator_job import Jobs, wait_for
 
 PAGE = 4096
 VMA_ANON_PRIVATE = 1 << 9  # of CRIU's mm images
@@ -180,7 +180,7 @@ def goes_on(job: Job) -> None:
     job.drain()
     first = job.number()
     assert [job.number() for _ in range(3)] == [first + 1, first + 2, first + 3]
-    assert set(task_states(job.pid).values()) <= {"S", "R"}
+    wait_for(lambda: set(task_states(job.pid).values()) <= {"S", "R"}, "all threads to run")
 
 
 def leftovers(images: Path) -> list[str]:

@@ -102,8 +102,12 @@ def test_a_process_that_runs_again_is_not_waited_for() -> None:
         assert process.stdout.readline() == b"got it\n"
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_call_that_does_not_end_is_given_up_and_the_thread_is_as_it_was() -> None:
+def test_a_call_that_does_not_end_is_given_up_and_the_thread_is_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The thread, interrupted in its call, has to get a processor in this time, too.
+    monkeypatch.setattr(ptrace, "STOP_SECONDS", 3.0)
+
     def work() -> None:
         maps = Path(f"/proc/{process.pid}/maps").read_bytes()
         instruction = inject.syscall_instruction(process.pid, maps)
