@@ -49,6 +49,26 @@ PTX = (
 }
 """
 ).encode() + b"\0"
+FUNCTIONS = (
+    HEAD
+    + """
+.func (.param .b32 out) twice(.param .b32 in) {
+    .reg .b32 %r; ld.param.b32 %r, [in]; add.u32 %r, %r, %r; st.param.b32 [out], %r; ret;
+}
+.visible .func unused() { ret; }
+.visible .global .align 8 .u64 table[4] = {twice, 9, unused, addresses};
+.visible .const .align 8 .u64 home = unused;
+.visible .global .align 8 .u64 start = table;
+.visible .entry addresses(.param .u64 out) {
+    .reg .b64 %d<6>;
+    ld.param.u64 %d1, [out];
+    mov.u64 %d2, twice; st.global.u64 [%d1], %d2;
+    mov.u64 %d3, unused; st.global.u64 [%d1+8], %d3;
+    mov.u64 %d4, addresses; st.global.u64 [%d1+16], %d4;
+    ld.const.u64 %d5, [home]; st.global.u64 [%d1+24], %d5; ret;
+}
+"""
+).encode() + b"\0"
 CASES: dict[str, Callable[[Path], None]] = {}
 
 
@@ -69,7 +89,7 @@ def run(module: Any, name: bytes, *arguments: int) -> None:
 
 
 def addresses(module: Any) -> list[int]:
-    """Addresses as kernels see them: counter, zeros, what home holds, table."""
+    """The four addresses that the kernel of that name sees."""
     out = int(ok(cu.cuMemAlloc(32)))
     run(module, b"addresses", out)
     return [int(address) for address in download(out, 4, np.uint64)]
@@ -336,6 +356,86 @@ def a_checkpoint_keeps_where_the_variables_are(folder: Path) -> None:
     image, size = ok(cu.cuLinkComplete(state))
     assert ctypes.string_at(image, size) == linked(PTX)
     ok(cu.cuLinkDestroy(state))
+
+
+@case
+def functions_are_symbols_whose_addresses_are_relocations(folder: Path) -> None:
+    start()
+    code = linked(FUNCTIONS)
+    (folder / "cubin").write_bytes(code)
+    cubin = Cubin(code)
+    number = {}
+    for name, other in (("twice", 0), ("unused", 0), ("addresses", 0x10)):
+        number[name], _, symbol = cubin.symbol(name)
+        home = cubin.find(f".text.{name}")
+        assert symbol[1:4] == (0x12, other, home)  # STB_GLOBAL, STT_FUNC
+        assert cubin.section(home)[2] & 4  # SHF_EXECINSTR
+    table, first = cubin.symbol("table")[2][4], cubin.symbol("start")[2][4]
+    assert cubin.relocations(VALUES) == [
+        (table, 2, number["twice"], 0),
+        (table + 16, 2, number["unused"], 0),
+        (table + 24, 35, number["addresses"], 0),
+        (first, 4, cubin.symbol("table")[0], 0),
+    ]
+    assert cubin.relocations(".rela.nv.constant3") == [(0, 2, number["unused"], 0)]
+
+
+def functions(module: Any) -> list[int]:
+    """Addresses of twice, unused and the kernel, which are the same everywhere in the module."""
+    twice, unused, kernel, home = addresses(module)
+    assert list(download(place(module, b"table"), 4, np.uint64)) == [twice, 9, unused, kernel]
+    assert home == unused
+    return [twice, unused, kernel]
+
+
+@case
+def functions_have_other_addresses_in_each_module(folder: Path) -> None:
+    start()
+    code = linked(FUNCTIONS)
+    modules = [*loads(code, folder), ok(cu.cuModuleLoadData(FUNCTIONS))]
+    ok(cu.cuModuleUnload(modules[0]))
+    modules[0] = ok(cu.cuModuleLoadData(code))
+    found = [address for module in modules for address in functions(module)]
+    assert len(set(found)) == len(found)
+    assert all(address % 8 == 0 for address in found)
+    for address in found:
+        refuses(cu.cuMemcpyDtoD(memory(1), address, 4), "INVALID_VALUE")
+
+
+@case
+def a_relocation_to_a_function_may_be_changed(folder: Path) -> None:
+    start()
+    code = linked(FUNCTIONS)
+    cubin = Cubin(code)
+    twice, unused, kernel, first = cubin.relocations(VALUES)
+    cubin.put(VALUES[5:], cubin.symbol("table")[2][4], struct.pack("<Q", 0x123456789))
+    cubin.set_relocations(VALUES, [(*unused[:2], twice[2], 4), kernel, first])
+    module = ok(cu.cuModuleLoadData(bytes(cubin.code)))
+    values = [int(value) for value in download(place(module, b"table"), 4, np.uint64)]
+    own = addresses(module)
+    assert values == [0x123456789, 9, own[0] + 4, own[2]]
+    number = cubin.symbol("table")[0]
+    for entries in (
+        [(*twice[:1], 4, *twice[2:])],
+        [(*twice[:1], 35, *twice[2:])],
+        [(*kernel[:1], 2, *kernel[2:])],
+        [(*twice[:2], number, 0)],
+    ):
+        cubin = Cubin(code)
+        cubin.set_relocations(VALUES, entries)
+        refuses(cu.cuModuleLoadData(bytes(cubin.code)), "INVALID_IMAGE")
+
+
+@case
+def a_checkpoint_keeps_the_addresses_of_functions(folder: Path) -> None:
+    start()
+    modules = [ok(cu.cuModuleLoadData(code)) for code in (FUNCTIONS, linked(FUNCTIONS))]
+    library = ok(cu.cuLibraryLoadData(FUNCTIONS, [], [], 0, [], [], 0))
+    modules.append(ok(cu.cuLibraryGetModule(library)))
+    before = [functions(module) for module in modules]
+    checkpoint()
+    assert [functions(module) for module in modules] == before
+    assert functions(ok(cu.cuModuleLoadData(FUNCTIONS))) not in before
 
 
 def main() -> None:

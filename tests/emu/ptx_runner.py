@@ -53,6 +53,7 @@ def _library() -> ctypes.CDLL:
     lib.ptx_open.restype = ctypes.c_void_p
     lib.ptx_variable.restype = ctypes.c_uint64
     lib.ptx_writes.restype = ctypes.c_uint64
+    lib.ptx_function.restype = ctypes.c_uint64
     return lib
 
 
@@ -115,6 +116,10 @@ class Kernel:
         out = (ctypes.c_uint32 * 5)()
         assert LIB.ptx_attributes(self._session, self.name.encode(), out) == 0
         return dict(zip(("shared", "local", "registers", "threads", "params"), out, strict=True))
+
+    def address(self, function: str) -> int:
+        """Where kernels find a function, 0 for one that there is not."""
+        return int(LIB.ptx_function(self._session, function.encode()))
 
     def cancel_after(self, seconds: float) -> threading.Timer:
         """Cancel the launch that runs then."""

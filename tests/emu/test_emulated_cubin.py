@@ -34,12 +34,24 @@ def test_emulated_cubin(name: str, tmp_path: Path) -> None:
     run(name, tmp_path)
 
 
-def test_the_reader_of_real_cubins_reads_it(tmp_path: Path) -> None:
-    run("the_tables_are_those_of_a_cubin", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [
+        (
+            "the_tables_are_those_of_a_cubin",
+            ("chain", "counter", "hidden", "home", "table", "zeros"),
+        ),
+        ("functions_are_symbols_whose_addresses_are_relocations", ("home", "start", "table")),
+    ],
+)
+def test_the_reader_of_real_cubins_reads_it(
+    name: str, variables: tuple[str, ...], tmp_path: Path
+) -> None:
+    run(name, tmp_path)
     code = (tmp_path / "cubin").read_bytes()
     reader = image_reader.Reader(image_reader.build(tmp_path))
     found = reader.limited(code)
     assert (found.known, found.why, found.length) == (True, "", len(code))
     assert not found.by_address_alone
-    assert found.variables == ("chain", "counter", "hidden", "home", "table", "zeros")
+    assert found.variables == variables
     reader.close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from ptx_cases import NO_FMA, Array, elementwise, f4, f8, floats, i4, rng, same, u4
-from ptx_runner import Kernel, compile_cuda, run
+from ptx_runner import Kernel, LaunchError, compile_cuda, run
 
 
 def test_grid_stride_loop() -> None:
@@ -502,3 +503,43 @@ def test_constants_and_initialised_globals_with_addresses() -> None:
     kernel.run(1, 8, [out])
     same(out, np.array([4, 6, 7, 12] * 2, f4))
     assert kernel.variables["counter"].view(i4)[0] == 44
+
+
+FUNCTIONS = """
+extern "C" __device__ __noinline__ int f(int x) { return x * 3; }
+extern "C" __device__ __noinline__ int g(int x) { return x + 7; }
+extern "C" __global__ void child(int* o) { *o = 3; }
+typedef int (*Function)(int);
+struct Named { char name; Function function; };
+__device__ Function table[2] = {f, g};
+__device__ Named named = {'g', g};
+__constant__ Function constants[2] = {g, f};
+__device__ void (*kernel)(int*) = child;
+"""
+
+
+def test_a_function_has_one_address_in_variables_and_code() -> None:
+    kernel = Kernel(
+        compile_cuda(
+            FUNCTIONS
+            + """extern "C" __global__ void k(void** o) {
+                o[0] = (void*)f, o[1] = (void*)g, o[2] = (void*)child;
+                o[3] = (void*)table[0], o[4] = (void*)table[1], o[5] = (void*)named.function;
+                o[6] = (void*)constants[0], o[7] = (void*)constants[1], o[8] = (void*)kernel;
+            }"""
+        ),
+        "k",
+    )
+    out = np.zeros(9, np.uint64)
+    kernel.run(1, 1, [out])
+    f, g, child = (kernel.address(name) for name in ("f", "g", "child"))
+    assert len({0, f, g, child}) == 4
+    assert f % 8 == g % 8 == child % 8 == 0
+    assert list(out) == [f, g, child, f, g, g, g, f, child]
+
+
+def test_no_memory_is_at_the_address_of_a_function() -> None:
+    source = 'extern "C" __global__ void k(int* o) { *o = *(int*)table[0]; }'
+    with pytest.raises(LaunchError) as caught:
+        run(FUNCTIONS + source, "k", 1, 1, [np.zeros(1, i4)])
+    assert caught.value.outcome == "illegal_address"

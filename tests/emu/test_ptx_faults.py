@@ -208,6 +208,8 @@ def test_launch_bounds_are_enforced() -> None:
         ("mov.u32 %r9, 1;", "%r9: no such register"),
         ("bra $nowhere;", "$nowhere: no such label"),
         ("mov.u64 %rd1, nothing;", "nothing: no such symbol"),
+        ("mov.u64 %rd1, k+8;", "k: no arithmetic with the address of a function"),
+        ("ld.global.u64 %rd1, [k];", "k: no such variable"),
         ("wgmma.fence.sync.aligned;", "unknown instruction wgmma.fence.sync.aligned"),
         ("mov.u32 %r1, %clusterid.x;", "%clusterid.x: no such register"),
         ("call.uni missing, ();", "missing: no such function"),
@@ -284,6 +286,20 @@ def test_what_is_unknown_is_refused_by_name(body: str, message: str) -> None:
     text = f"{HEADER}.visible .entry k() {{\n{registers}\n{body}\nret; }}"
     with pytest.raises(PtxError) as caught:
         Kernel(text, "k")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (".func f(); .global .u64 v = f;", "the address of f is not a constant"),
+        (".entry k() { .reg .b64 %d; mov.u64 %d, f; } .func f();", "f: a function without a body"),
+        (".func f() { ret; } .global .u32 v = f;", "v: an address needs 64-bit elements"),
+    ],
+)
+def test_addresses_of_functions_that_cannot_be_are_refused(text: str, message: str) -> None:
+    with pytest.raises(PtxError) as caught:
+        Kernel(HEADER + text, "k")
     assert message in str(caught.value)
 
 

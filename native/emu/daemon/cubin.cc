@@ -7,7 +7,7 @@
 //                     unless .rela.nv.constant4 says that it is the driver's to choose
 //   .nv.global.init, .nv.global, .nv.constant3
 //                     the variables; in .rela of the first and the last, the addresses in them
-//   .text.KERNEL      nothing that runs; readers see that there is code
+//   .text.FUNCTION    nothing that runs; readers see that there is code
 //
 // The section headers end the file.
 #include "image.h"
@@ -31,10 +31,14 @@ constexpr uint32_t kArchitecture = 0xff, kOfVirtual = 1 << 16;
 constexpr uint32_t kCudaFlags = 0x500; // 64-bit addresses
 constexpr unsigned char kCudaAbi = 0x33;
 constexpr unsigned char kManaged = 0x4; // in a symbol's st_other
-constexpr uint32_t kSlotAddress = 2;    // relocation types
+constexpr unsigned char kEntry = 0x10;
+// Relocation types. Those of a function's and of a kernel's address are what ptxas 13.0 writes.
+constexpr uint32_t kSlotAddress = 2;
 constexpr uint32_t kValueAddress = 4;
+constexpr uint32_t kFunctionAddress = 2;
+constexpr uint32_t kKernelAddress = 35;
 constexpr uint64_t kSlotBytes = sizeof(uint64_t);
-constexpr size_t kCodeBytes = 16; // of each kernel, all zeros
+constexpr size_t kCodeBytes = 16; // of each function, all zeros
 constexpr const char* kText = ".emu.ptx";
 constexpr const char* kSlots = ".emu.slots";
 constexpr const char* kConstants = ".nv.constant3";
@@ -44,6 +48,11 @@ constexpr const char* kZeroed = ".nv.global";
 
 template <class T> std::string_view bytes_of(const std::vector<T>& values) {
     return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)};
+}
+
+// The type of the relocation that a variable begins with; null: an address of a variable.
+uint32_t address_type(const ptx::Function* of) {
+    return of == nullptr ? kValueAddress : of->entry ? kKernelAddress : kFunctionAddress;
 }
 
 class ElfWriter {
@@ -135,12 +144,11 @@ class CubinWriter {
         elf_.add(kText, SHT_PROGBITS, 0, 1, text_);
         place_variables();
         for (const ptx::Function& function : code_.functions()) {
-            if (function.entry) {
-                const uint32_t home =
-                    elf_.add(".text." + function.name, SHT_PROGBITS, SHF_ALLOC | SHF_EXECINSTR,
-                             kCodeBytes, std::string(kCodeBytes, '\0'));
-                global_.push_back(symbol(function.name, STB_GLOBAL, STT_FUNC, home, 0, kCodeBytes));
-            }
+            const uint32_t home =
+                elf_.add(".text." + function.name, SHT_PROGBITS, SHF_ALLOC | SHF_EXECINSTR,
+                         kCodeBytes, std::string(kCodeBytes, '\0'));
+            global_.push_back(symbol(function.name, STB_GLOBAL, STT_FUNC, home, 0, kCodeBytes));
+            global_.back().st_other = function.entry ? kEntry : 0;
         }
         write_symbols();
         write_relocations();
@@ -220,9 +228,7 @@ class CubinWriter {
         all.insert(all.end(), local_.begin(), local_.end());
         all.insert(all.end(), global_.begin(), global_.end());
         for (size_t i = 1; i < all.size(); ++i) {
-            if (ELF64_ST_TYPE(all[i].st_info) == STT_OBJECT) {
-                numbers_[names_[all[i].st_name]] = static_cast<uint32_t>(i);
-            }
+            numbers_[names_[all[i].st_name]] = static_cast<uint32_t>(i);
         }
         const uint32_t strings = elf_.add(".strtab", SHT_STRTAB, 0, 1, strings_);
         symbols_ = elf_.add(".symtab", SHT_SYMTAB, 0, alignof(Elf64_Sym), bytes_of(all),
@@ -264,8 +270,9 @@ class CubinWriter {
                     int64_t addend;
                     std::memcpy(&addend, variable.init.data() + reloc.offset, sizeof addend);
                     const uint64_t number = numbers_[reloc.symbol];
-                    entries.push_back(
-                        {offsets_[i] + reloc.offset, ELF64_R_INFO(number, kValueAddress), addend});
+                    const ptx::Function* function = code_.find(reloc.symbol);
+                    entries.push_back({offsets_[i] + reloc.offset,
+                                       ELF64_R_INFO(number, address_type(function)), addend});
                 }
             }
             add_relocations(name, home.section, entries);
@@ -282,7 +289,7 @@ class CubinWriter {
     std::vector<Elf64_Sym> local_, global_;
     std::string strings_ = std::string(1, '\0');
     std::map<uint32_t, std::string> names_;   // by their place in strings_
-    std::map<std::string, uint32_t> numbers_; // of the variables' symbols
+    std::map<std::string, uint32_t> numbers_; // of the symbols
 };
 
 class CubinReader {
@@ -375,11 +382,15 @@ class CubinReader {
         }
         const std::string_view table = contents(symbols_);
         variable_of_.assign(table.size() / sizeof(Elf64_Sym), kNone);
+        function_of_.assign(variable_of_.size(), nullptr);
         for (size_t i = 0; i < variable_of_.size(); ++i) {
             const auto symbol = value_at<Elf64_Sym>(table, i * sizeof(Elf64_Sym));
             const std::string name(string(sections_[symbols_].sh_link, symbol.st_name));
             if (symbol.st_shndx == SHN_ABS) {
                 return fail(name + " is an address and no place in a section");
+            }
+            if (ELF64_ST_TYPE(symbol.st_info) == STT_FUNC) {
+                function_of_[i] = code.find(name);
             }
             if (ELF64_ST_TYPE(symbol.st_info) != STT_OBJECT) {
                 continue;
@@ -450,24 +461,28 @@ class CubinReader {
                          std::vector<Image::Variable>* variables) {
         const uint64_t symbol = ELF64_R_SYM(entry.r_info);
         const size_t to = symbol < variable_of_.size() ? variable_of_[symbol] : kNone;
+        const ptx::Function* function =
+            symbol < function_of_.size() ? function_of_[symbol] : nullptr;
         const uint64_t type = ELF64_R_TYPE(entry.r_info);
-        if (to == kNone || target == 0) {
+        if ((to == kNone && function == nullptr) || target == 0) {
             return false;
         }
         if (target == addresses_) {
             bound_[entry.r_offset] = to;
-            return type == kSlotAddress && entry.r_addend == 0;
+            return type == kSlotAddress && entry.r_addend == 0 && to != kNone;
         }
-        if (type != kValueAddress || (target != filled_ && target != constants_)) {
+        if (type != address_type(function) || (target != filled_ && target != constants_)) {
             return false;
         }
+        const size_t index =
+            function == nullptr ? to : code.code_offset(*function) / ptx::function_bytes;
         for (size_t i = 0; i < variables->size(); ++i) {
             const uint64_t offset = entry.r_offset - offsets_[i];
             if (homes_[i] == target && entry.r_offset >= offsets_[i] &&
                 code.variables()[i].size >= kSlotBytes &&
                 offset <= code.variables()[i].size - kSlotBytes) {
                 (*variables)[i].relocs.push_back(
-                    {offset, to, static_cast<uint64_t>(entry.r_addend)});
+                    {offset, function != nullptr, index, static_cast<uint64_t>(entry.r_addend)});
                 return true;
             }
         }
@@ -511,7 +526,8 @@ class CubinReader {
     std::vector<Elf64_Shdr> sections_;
     uint32_t symbols_ = 0, constants_ = 0, filled_ = 0, zeroed_ = 0, addresses_ = 0;
     std::vector<size_t> variable_of_; // by symbol
-    std::vector<uint32_t> homes_;     // of the variables: their sections, and where in them
+    std::vector<const ptx::Function*> function_of_;
+    std::vector<uint32_t> homes_; // of the variables: their sections, and where in them
     std::vector<uint64_t> offsets_;
     std::map<uint64_t, size_t> bound_; // slots by their offsets, and what is to be in them
     std::string why_;

@@ -33,18 +33,23 @@ std::shared_ptr<ptx::Module> parse(const std::string& text, CUresult* error, std
     return code;
 }
 
+template <class T> size_t index_of(const std::vector<T>& all, const std::string& name) {
+    const auto found =
+        std::find_if(all.begin(), all.end(), [&](const T& one) { return one.name == name; });
+    return static_cast<size_t>(found - all.begin());
+}
+
 // The first value that the text gives to a variable: a constant is already where an address goes.
 Image::Variable first_value(const ptx::Module& code, const ptx::Variable& variable) {
-    const auto& all = code.variables();
     Image::Variable out;
     out.init = variable.init;
     for (const ptx::Variable::Reloc& reloc : variable.relocs) {
-        const auto target = std::find_if(all.begin(), all.end(), [&](const ptx::Variable& one) {
-            return one.name == reloc.symbol;
-        });
         uint64_t addend;
         std::memcpy(&addend, variable.init.data() + reloc.offset, sizeof addend);
-        out.relocs.push_back({reloc.offset, static_cast<size_t>(target - all.begin()), addend});
+        size_t index = index_of(code.variables(), reloc.symbol);
+        const bool function = index == code.variables().size();
+        index = function ? index_of(code.functions(), reloc.symbol) : index;
+        out.relocs.push_back({reloc.offset, function, index, addend});
     }
     return out;
 }

@@ -10,10 +10,12 @@
 namespace flowgpu::emu {
 
 struct Image {
-    // The 8 bytes at `offset` become the address of the driver's copy of a variable, plus `addend`.
+    // The 8 bytes at `offset` become the address of the driver's copy of a variable, or of a
+    // function, plus `addend`.
     struct Reloc {
         uint64_t offset;
-        size_t variable;
+        bool function;
+        size_t index; // of it among the code's
         uint64_t addend;
     };
     struct Variable {
@@ -42,7 +44,7 @@ std::string select_code(std::string_view given, uint32_t device, CUresult* error
 // cubin.cc
 bool is_linked(std::string_view bytes);
 uint32_t architecture_of(std::string_view cubin);
-// Empty where it has more kernels than an ELF header can count.
+// Empty where it has more functions than an ELF header can count.
 std::string write_cubin(std::string_view text, const ptx::Module& code, uint32_t architecture);
 std::string_view text_of(std::string_view cubin);
 // False, with *why, where the tables do not say where each variable of the code is.

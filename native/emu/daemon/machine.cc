@@ -1,5 +1,7 @@
 #include "machine.h"
 
+#include "ptx.h"
+
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
@@ -9,6 +11,7 @@
 #include <functional>
 #include <sstream>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -45,6 +48,17 @@ void append_line(const std::string& path, const std::string& line) {
     }
 }
 
+// At random, so that no address means the same on another device. What a checkpoint has brought
+// from there keeps its addresses.
+uint64_t first_code() {
+    uint64_t place = 0;
+    if (::getrandom(&place, sizeof place, 0) != sizeof place) {
+        place = static_cast<uint64_t>(::getpid()) << 32;
+    }
+    constexpr uint64_t kPlaces = 1ull << 40;
+    return ptx::code_window + place % kPlaces * ptx::function_bytes;
+}
+
 } // namespace
 
 Phys::~Phys() {
@@ -66,7 +80,7 @@ bool Phys::held_elsewhere() const {
     return errno == EAGAIN || errno == EBUSY;
 }
 
-Machine::Machine(Config config) : config_(std::move(config)) {
+Machine::Machine(Config config) : config_(std::move(config)), code_(first_code()) {
     for (int i = 0; i < config_.devices; ++i) {
         auto device = std::make_unique<Device>();
         device->index = i;

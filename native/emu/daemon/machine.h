@@ -112,6 +112,8 @@ class Machine {
     // Called when memory is short: waits until the memory of processes that have ended is free, or
     // have let go of the device is free, as with a driver in the kernel, which frees it at once.
     std::function<void()> settle;
+    // Addresses for the functions of a module, at which no memory is, and which no other has had.
+    uint64_t take_code(uint64_t bytes) { return code_.fetch_add(bytes); }
     // Device memory without contents, such as a context's; false when there is too little left.
     bool take(Device* device, uint64_t bytes);
     // True if the device has this much left. Another process may take it before the caller does.
@@ -133,6 +135,7 @@ class Machine {
     Config config_;
     std::vector<std::unique_ptr<Device>> devices_;
     UniqueFd device_page_;
+    std::atomic<uint64_t> code_;
     std::mutex mutex_;
     std::map<Key, std::weak_ptr<Phys>> known_;
     std::list<std::unique_ptr<Phys>> orphans_; // no handle left here, but a descriptor elsewhere

@@ -155,6 +155,7 @@ void run_kernel(const Work& work) {
     launch.dynamic_shared = work.shape.shared;
     launch.params = work.params.data();
     launch.variables = work.variables;
+    launch.code = work.module->code;
     launch.log = machine.config().write_log.empty() ? nullptr : &writes;
     launch.cancel = &work.context->cancel;
     const ptx::Result result = ptx::launch(*work.module->image->code, *work.code, launch, memory);

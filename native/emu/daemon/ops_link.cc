@@ -23,7 +23,7 @@ int32_t op_LinkPtx(Session& s) {
     }
     const std::string cubin = write_cubin(text, *image->code, s.machine().config().architecture);
     if (cubin.empty()) {
-        return refuse(s, CUDA_ERROR_NOT_SUPPORTED, "more kernels than a cubin has sections");
+        return refuse(s, CUDA_ERROR_NOT_SUPPORTED, "more functions than a cubin has sections");
     }
     s.out.put_blob(cubin.data(), cubin.size());
     return CUDA_SUCCESS;

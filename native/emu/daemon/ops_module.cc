@@ -25,6 +25,7 @@ int32_t instantiate(Session& s, const std::shared_ptr<Context>& context,
     module->library = library != nullptr ? library->handle : 0;
     module->context = context;
     module->image = std::move(image);
+    module->code = s.machine().take_code(module->image->code->code_bytes());
     uint64_t bytes = 0;
     const int32_t r = place_variables(s.client, *module, library, &bytes);
     if (r != CUDA_SUCCESS) {
@@ -172,7 +173,10 @@ int32_t place_variables(Client& client, Module& module, Library* library, uint64
         std::memset(host, 0, variables[i].size);
         std::copy(first.init.begin(), first.init.end(), host);
         for (const Image::Reloc& reloc : first.relocs) {
-            const uint64_t value = module.variables[reloc.variable] + reloc.addend;
+            const uint64_t address = reloc.function
+                                         ? module.code + reloc.index * ptx::function_bytes
+                                         : module.variables[reloc.index];
+            const uint64_t value = address + reloc.addend;
             std::memcpy(host + reloc.offset, &value, sizeof value);
         }
     }

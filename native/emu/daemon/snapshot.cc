@@ -9,7 +9,7 @@ namespace flowgpu::emu {
 
 namespace {
 
-constexpr uint32_t kSnapshotVersion = 5;
+constexpr uint32_t kSnapshotVersion = 6;
 // What a checkpoint by driver 580 needs free on each device of the process, on an H200 (more than
 // 0, no more than this; docs/design/hardware-notes.md).
 constexpr uint64_t kCheckpointRoom = 4ull << 20;
@@ -245,6 +245,7 @@ class Saver {
             w_.put_string(module->image->bytes);
             w_.put(static_cast<uint32_t>(module->variables.size()));
             w_.put_bytes(module->variables.data(), module->variables.size() * sizeof(uint64_t));
+            w_.put(module->code);
             put_names(w_, module->functions);
         }
         const auto functions = c_.every<Function>();
@@ -549,6 +550,7 @@ class Loader {
             for (uint64_t& address : module->variables) {
                 address = r_.take<uint64_t>();
             }
+            module->code = r_.take<uint64_t>();
             take_names(r_, &module->functions);
             const auto library = c_.find<Library>(module->library);
             module->image =

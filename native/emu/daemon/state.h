@@ -96,6 +96,7 @@ struct Module : Object {
     std::shared_ptr<const Image> image;
     std::vector<uint64_t> variables;    // the driver's copies, in the order of the code's variables
     std::vector<uint64_t> kernels_know; // where kernels find them, in the same order
+    uint64_t code = 0;                  // where the addresses of its functions begin
     std::map<std::string, uint64_t> functions;
     uint64_t library = 0; // the library that this module belongs to
 };

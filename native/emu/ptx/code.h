@@ -93,12 +93,12 @@ struct Ins {
 constexpr uint32_t no_slot = ~0u;
 
 struct Constant {
-    enum class Kind : uint8_t { value, variable, dynamic_shared };
+    enum class Kind : uint8_t { value, variable, function, dynamic_shared };
     Kind kind = Kind::value;
     uint8_t size = 8;
     uint32_t slot = 0;
     uint64_t value =
-        0; // plus the address of variable `index` or the start of dynamic shared memory
+        0; // plus the address of the variable or function `index`, or of dynamic shared memory
     uint32_t index = 0;
 };
 

@@ -108,6 +108,8 @@ Cta::Cta(Machine& machine) : m(machine) {
         uint64_t value = constant.value;
         if (constant.kind == Constant::Kind::variable) {
             value += m.launch.variables[constant.index];
+        } else if (constant.kind == Constant::Kind::function) {
+            value += m.launch.code + constant.index * function_bytes;
         } else if (constant.kind == Constant::Kind::dynamic_shared) {
             value += m.dynamic_shared_base;
         }

@@ -247,8 +247,12 @@ uint32_t Lowering::symbol(const Operand& operand, uint32_t bytes) {
     }
     const Declaration* decl = ast_.variable(operand.name);
     if (!decl) {
-        bad(ast_.find(operand.name) ? operand.name + ": function addresses are not supported"
-                                    : operand.name + ": no such symbol");
+        const Body* body = ast_.find(operand.name);
+        if (!body || operand.offset != 0) {
+            bad(operand.name +
+                (body ? ": no arithmetic with the address of a function" : ": no such symbol"));
+        }
+        return function_address(*body, bytes);
     }
     uint64_t offset = static_cast<uint64_t>(operand.offset);
     if (decl->space == Declaration::Space::shared) {
@@ -266,6 +270,20 @@ uint32_t Lowering::symbol(const Operand& operand, uint32_t bytes) {
         index += other.space != Declaration::Space::shared;
     }
     return address_constant(Constant::Kind::variable, bytes, offset, index);
+}
+
+uint32_t Lowering::function_address(const Body& body, uint32_t bytes) {
+    if (!body.defined) {
+        bad(body.name + ": a function without a body has no address");
+    }
+    uint32_t index = 0;
+    for (const Body& other : ast_.bodies) {
+        if (&other == &body) {
+            break;
+        }
+        index += other.defined;
+    }
+    return address_constant(Constant::Kind::function, bytes, 0, index);
 }
 
 uint32_t Lowering::register_slot(const Operand& operand, uint32_t* bytes) {
@@ -355,6 +373,9 @@ Lowering::Address Lowering::address(const Operand& operand, Space space) {
         bad("expected an address in brackets");
     }
     const Operand& base = operand.elems[0];
+    if (base.kind == Operand::Kind::symbol && !ast_.variable(base.name)) {
+        bad(base.name + ": no such variable");
+    }
     if (space == Space::param) {
         bool own = base.kind == Operand::Kind::local ||
                    (base.kind == Operand::Kind::param && frame_->caller) ||

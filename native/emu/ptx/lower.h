@@ -79,6 +79,7 @@ class Lowering {
     uint32_t allocate_local(uint64_t size, uint32_t align);
     uint32_t literal(const Operand& operand, Type type);
     uint32_t symbol(const Operand& operand, uint32_t bytes);
+    uint32_t function_address(const Body& body, uint32_t bytes);
     uint32_t register_slot(const Operand& operand, uint32_t* bytes);
     void want_type(const Operand& operand, Type type) const;
     uint32_t source(const Operand& operand, Type type);

@@ -31,8 +31,10 @@ class ModuleBuilder {
 
     static void check_relocations(const Ast& ast, const Declaration& decl) {
         for (const Variable::Reloc& reloc : decl.relocs) {
-            const Declaration* target = ast.variable(reloc.symbol);
-            if (!target || target->space == Declaration::Space::shared) {
+            const Declaration* variable = ast.variable(reloc.symbol);
+            const Body* body = ast.find(reloc.symbol);
+            if (variable ? variable->space == Declaration::Space::shared
+                         : !body || !body->defined) {
                 fail(decl.line,
                      decl.name + ": the address of " + reloc.symbol + " is not a constant");
             }

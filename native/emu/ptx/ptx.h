@@ -23,6 +23,9 @@ constexpr uint64_t shared_window = 0x0001'0000'0000'0000ull;
 constexpr uint64_t local_window = 0x0002'0000'0000'0000ull;
 constexpr uint64_t param_window = 0x0003'0000'0000'0000ull;
 constexpr uint64_t window_bytes = 0x0000'0001'0000'0000ull;
+// Addresses of functions begin here. No memory is at them: a kernel can only call and compare them.
+constexpr uint64_t code_window = 0x0004'0000'0000'0000ull;
+constexpr uint64_t function_bytes = 16; // from one function of a module to the next
 
 struct Error {
     std::string message; // "line 12: opcode: reason"
@@ -35,7 +38,7 @@ struct Param {
 // A module-scope .global or .const variable. The driver gives it memory before the first launch.
 struct Variable {
     // The 8 bytes at `offset` become address(symbol) plus the value that `init` already holds
-    // there.
+    // there. The symbol is a variable's or a function's.
     struct Reloc {
         uint64_t offset;
         std::string symbol;
@@ -72,6 +75,11 @@ class Module {
 
     const Function* find(std::string_view name) const; // null: no such function
     const std::vector<Function>& functions() const { return functions_; }
+    // In bytes of addresses: that of a function is where the code lies plus its offset.
+    uint64_t code_bytes() const { return functions_.size() * function_bytes; }
+    uint64_t code_offset(const Function& function) const {
+        return static_cast<uint64_t>(&function - functions_.data()) * function_bytes;
+    }
     const std::vector<Variable>& variables() const { return variables_; }
     const std::string& target() const { return target_; }   // "sm_80"
     const std::string& version() const { return version_; } // "9.0"
@@ -166,6 +174,7 @@ struct Launch {
     uint32_t dynamic_shared = 0;
     const uint8_t* params = nullptr; // Function::param_bytes bytes
     std::vector<uint64_t> variables; // device address of each of Module::variables(), in order
+    uint64_t code = 0;               // where the functions' addresses begin
     WriteLog* log = nullptr;         // null: off
     const std::atomic<bool>* cancel = nullptr; // true: stop soon, result is `cancelled`
 };

@@ -27,6 +27,7 @@ struct Session {
     std::shared_ptr<Module> module;
     Buffers memory;
     std::vector<uint64_t> variables;
+    uint64_t code = code_window;
     WriteLog log;
     Result result;
     std::atomic<bool> cancel{false};
@@ -74,6 +75,12 @@ EXPORT uint64_t ptx_variable(const Session* session, int index, char* name, size
     return variable.size;
 }
 
+// The address of a function, or 0.
+EXPORT uint64_t ptx_function(const Session* session, const char* name) {
+    const Function* function = session->module->find(name);
+    return function ? session->code + session->module->code_offset(*function) : 0;
+}
+
 // Places a variable at `addr`, which must be mapped. Relocations are applied by ptx_link, when all
 // variables have their place.
 EXPORT void ptx_place(Session* session, int index, uint64_t addr) {
@@ -93,14 +100,15 @@ EXPORT int ptx_link(Session* session) {
             std::memcpy(host, variables[k].init.data(), variables[k].init.size());
         }
         for (const Variable::Reloc& reloc : variables[k].relocs) {
+            uint64_t value, address = ptx_function(session, reloc.symbol.c_str());
             for (size_t other = 0; other < variables.size(); ++other) {
                 if (variables[other].name == reloc.symbol) {
-                    uint64_t value;
-                    std::memcpy(&value, host + reloc.offset, sizeof value);
-                    value += session->variables[other];
-                    std::memcpy(host + reloc.offset, &value, sizeof value);
+                    address = session->variables[other];
                 }
             }
+            std::memcpy(&value, host + reloc.offset, sizeof value);
+            value += address;
+            std::memcpy(host + reloc.offset, &value, sizeof value);
         }
     }
     return 0;
@@ -148,6 +156,7 @@ EXPORT int ptx_launch(Session* session, const char* kernel, const uint32_t* grid
     config.dynamic_shared = dynamic_shared;
     config.params = params;
     config.variables = session->variables;
+    config.code = session->code;
     session->log = WriteLog();
     config.log = with_log ? &session->log : nullptr;
     config.cancel = &session->cancel;
