@@ -402,6 +402,56 @@ def functions_have_other_addresses_in_each_module(folder: Path) -> None:
         refuses(cu.cuMemcpyDtoD(memory(1), address, 4), "INVALID_VALUE")
 
 
+CALLS = (
+    FUNCTIONS.rstrip(b"\0")
+    + b"""
+.func (.param .b32 out) minus(.param .b32 in) {
+    .reg .b32 %r; ld.param.b32 %r, [in]; neg.s32 %r, %r; st.param.b32 [out], %r; ret;
+}
+.visible .global .align 8 .u64 calls[2] = {twice, minus};
+.visible .entry call_both(.param .u64 out) {
+    .reg .b64 %d<4>; .reg .b32 %r<4>; .param .b32 in; .param .b32 result;
+    one: .callprototype (.param .b32 _) _ (.param .b32 _);
+    ld.param.u64 %d1, [out];
+    st.param.b32 [in], 21;
+    ld.global.u64 %d2, [calls]; call (result), %d2, (in), one;
+    ld.param.b32 %r2, [result]; st.global.b32 [%d1], %r2;
+    ld.global.u64 %d3, [calls+8]; call (result), %d3, (in), one;
+    ld.param.b32 %r3, [result]; st.global.b32 [%d1+4], %r3; ret;
+}
+\0"""
+)
+
+
+@case
+def kernels_call_the_functions_whose_addresses_a_variable_holds(folder: Path) -> None:
+    start()
+    out = memory(0, 0)
+
+    def both(module: Any) -> list[int]:
+        run(module, b"call_both", out)
+        return [int(value) for value in download(out, 2, np.int32)]
+
+    code = linked(CALLS)
+    modules = [*loads(code, folder), ok(cu.cuModuleLoadData(CALLS))]
+    assert [both(module) for module in modules] == [[42, -21]] * len(modules)
+    checkpoint()
+    assert [both(module) for module in modules] == [[42, -21]] * len(modules)
+    cubin = Cubin(code)
+    calls = cubin.symbol("calls")[2][4]
+    *others, twice, minus = cubin.relocations(VALUES)
+    assert (twice[0], minus[0]) == (calls, calls + 8)
+    cubin.set_relocations(VALUES, [*others, (*twice[:2], *minus[2:]), (*minus[:2], *twice[2:])])
+    assert both(ok(cu.cuModuleLoadData(bytes(cubin.code)))) == [-21, 42]
+    # What a function is in one module is none in another.
+    source, target = (place(module, b"calls") for module in modules[-2:])
+    ok(cu.cuMemcpyDtoD(target, source, 16))
+    assert both(modules[-2]) == [42, -21]
+    kernel = ok(cu.cuModuleGetFunction(modules[-1], b"call_both"))
+    ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, ((out,), (ctypes.c_uint64,)), 0))
+    refuses(cu.cuCtxSynchronize(), "ILLEGAL_INSTRUCTION")
+
+
 @case
 def a_relocation_to_a_function_may_be_changed(folder: Path) -> None:
     start()

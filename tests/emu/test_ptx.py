@@ -543,3 +543,90 @@ def test_no_memory_is_at_the_address_of_a_function() -> None:
     with pytest.raises(LaunchError) as caught:
         run(FUNCTIONS + source, "k", 1, 1, [np.zeros(1, i4)])
     assert caught.value.outcome == "illegal_address"
+
+
+def test_calls_through_a_table_of_functions() -> None:
+    source = (
+        FUNCTIONS
+        + """extern "C" __global__ void k(int* o, const int* x) {
+            int t = threadIdx.x, v = table[t % 2](x[t]);
+            if (t % 3 == 0) v = constants[t / 3 % 2](v) + named.function(t);
+            o[t] = v;
+        }"""
+    )
+    assert compile_cuda(source).count(".callprototype") == 3
+    x = np.arange(64, dtype=i4)
+    out = np.zeros_like(x)
+    run(source, "k", 1, 64, [out, x])
+
+    def f(x: int) -> int:
+        return x * 3
+
+    def g(x: int) -> int:
+        return x + 7
+
+    def expected(t: int) -> int:
+        v = (f, g)[t % 2](t)
+        return (g, f)[t // 3 % 2](v) + g(t) if t % 3 == 0 else v
+
+    same(out, np.array([expected(t) for t in range(64)], i4))
+
+
+def test_functions_called_by_address_wait_call_and_take_structures() -> None:
+    source = """struct S { int n[4]; double d; };
+        typedef double (*Inner)(S, int);
+        typedef void (*Outer)(int*, Inner);
+        __device__ __noinline__ double at(S s, int i) { s.n[i & 3] += 1; return s.n[i & 3] + s.d; }
+        __device__ __noinline__ double twice(S s, int i) { return 2 * at(s, i); }
+        __device__ __noinline__ void shared(int* o, Inner inner) {
+            __shared__ int all[64];
+            int t = threadIdx.x;
+            all[t] = (int)inner(S{{t, 2 * t, 3 * t, 4 * t}, 0.5}, t);
+            __syncthreads();
+            o[t] = all[63 - t];
+        }
+        __device__ __noinline__ void alone(int* o, Inner inner) {
+            o[threadIdx.x] = (int)inner(S{}, 1);
+        }
+        __device__ Inner inner[2] = {at, twice};
+        __device__ Outer outer[2] = {shared, alone};
+        extern "C" __global__ void k(int* o, int which) {
+            outer[which](o, inner[threadIdx.x % 2]);
+        }"""
+    assert compile_cuda(source).count(".callprototype") == 3
+    out = np.zeros(64, i4)
+    run(source, "k", 1, 64, [out, i4(0)])
+    values = [int((t * (t % 4 + 1) + 1.5) * (1 + t % 2)) for t in range(64)]
+    same(out, np.array(values[::-1], i4))
+
+
+TARGETS = """.version 9.0
+.target sm_80
+.address_size 64
+.func (.param .b32 r) one() { st.param.b32 [r], 1; ret; }
+.func (.param .b32 r) two() { st.param.b32 [r], 2; ret; }
+.func (.param .b32 r) three() { st.param.b32 [r], 3; ret; }
+.visible .entry k(.param .u64 out) {
+    .reg .b64 %d<3>; .reg .b32 %r<2>; .reg .pred %p<3>; .param .b32 r;
+    ld.param.u64 %d1, [out];
+    mov.u32 %r0, %tid.x; setp.eq.u32 %p0, %r0, 0; setp.eq.u32 %p1, %r0, 1; setp.lt.u32 %p2, %r0, 3;
+    mov.u64 %d0, three;
+    @%p0 mov.u64 %d0, one;
+    @%p1 mov.u64 %d0, two;
+    st.param.b32 [r], 9;
+targets: .calltargets one, two;
+    @%p2 call.uni (r), %d0, targets;
+    ld.param.b32 %r1, [r];
+    mad.wide.u32 %d2, %r0, 4, %d1; st.global.u32 [%d2], %r1; ret;
+}"""
+
+
+def test_a_call_with_a_list_of_targets_under_a_guard() -> None:
+    out = np.zeros(4, i4)
+    kernel = Kernel(TARGETS.replace("setp.lt.u32 %p2, %r0, 3", "setp.lt.u32 %p2, %r0, 2"), "k")
+    kernel.run(1, 4, [out])
+    assert list(out) == [1, 2, 9, 9]
+    with pytest.raises(LaunchError) as caught:
+        Kernel(TARGETS, "k").run(1, 4, [out])
+    assert caught.value.outcome == "illegal_instruction"
+    assert "thread (2,0,0)" in caught.value.detail

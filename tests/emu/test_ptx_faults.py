@@ -357,6 +357,58 @@ def test_an_unknown_instruction_in_an_uncalled_function_is_refused() -> None:
         Kernel(text, "k")
 
 
+POINTERS = """
+typedef int (*Function)(int, int);
+__device__ __noinline__ int add(int x, int n) { return x + n; }
+__device__ __noinline__ int one(int x) { return 1; }
+__device__ int times(int x, int n);
+__device__ Function table[2] = {add, times};
+__device__ int (*other)(int) = one;
+__device__ __noinline__ int times(int x, int n) { return table[n > 4](x, n - 1) * 2; }
+extern "C" __global__ void k(int* o, int n, Function function) {
+    if (n == 1) function = (Function)other;
+    if (n == 2) function = (Function)(2 + (char*)add);
+    if (n >= 3) function = table[1];
+    *o = function(5, n);
+}
+"""
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 6])
+def test_a_call_through_a_pointer_that_cannot_be_is_an_illegal_instruction(n: int) -> None:
+    error = stopped(POINTERS, "illegal_instruction", np.zeros(1, i4), i4(n), np.uint64(0))
+    assert "call" in error.detail and "thread (0,0,0)" in error.detail
+
+
+def test_functions_that_could_recur_through_a_pointer_run_as_long_as_they_do_not() -> None:
+    out = np.zeros(1, i4)
+    kernel(POINTERS).run(1, 1, [out, i4(3), np.uint64(0)])
+    assert out[0] == 14
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("call (r), %d, (a), nowhere;", "nowhere: no such label"),
+        ("here: call (r), %d, (a), here;", "no .callprototype and no .calltargets"),
+        ("call (r), %d, (a), p; p: .calltargets f;", "at a label above it"),
+        ("p: .calltargets f; call (r), %d, (a), 0;", "no .callprototype and no .calltargets"),
+        ("p: .callprototype (.param .b32 _) _ (); call (r), %d, (a), p;", "number of arguments"),
+        ("p: .calltargets k; call (r), %d, (a), p;", "k: no such function"),
+        ("p: .calltargets f; call (r), %d, (a, a), p;", "f: wrong number of arguments"),
+        ("call (r), %d, (a);", "wrong number of operands"),
+        ("call (r), f, (a), f;", "wrong number of operands"),
+        ("p: .calltargets f; call (r), %x, (a), p;", "differ in size"),
+    ],
+)
+def test_calls_through_pointers_of_another_form_are_refused(call: str, message: str) -> None:
+    text = f"""{HEADER}.func (.param .b32 r) f(.param .b32 a) {{ ret; }}
+        .entry k() {{ .reg .b64 %d; .reg .b32 %x; .param .b32 a; .param .b32 r; {call} ret; }}"""
+    with pytest.raises(PtxError) as caught:
+        Kernel(text, "k")
+    assert message in str(caught.value)
+
+
 def test_recursion_is_refused_by_name() -> None:
     text = HEADER + ".func f() { call.uni f; ret; }\n.visible .entry k() { call.uni f; ret; }"
     with pytest.raises(PtxError, match="f: recursion is not supported"):

@@ -63,6 +63,12 @@ struct Declaration {
     uint32_t line = 0;
 };
 
+// What a label says of a call through a pointer.
+struct Callees {
+    std::vector<std::string> names;           // by .calltargets; none: any of the form below
+    std::vector<Declaration> params, returns; // by .callprototype
+};
+
 struct Body {
     std::string name;
     bool entry = false;
@@ -76,6 +82,7 @@ struct Body {
     std::vector<Statement> statements;
     std::vector<uint32_t> labels;                             // statement index of each label
     std::map<uint32_t, std::vector<uint32_t>> branch_targets; // label -> labels of its list
+    std::map<uint32_t, Callees> callees;                      // by label
 };
 
 struct Ast {

@@ -276,14 +276,18 @@ uint32_t Lowering::function_address(const Body& body, uint32_t bytes) {
     if (!body.defined) {
         bad(body.name + ": a function without a body has no address");
     }
-    uint32_t index = 0;
-    for (const Body& other : ast_.bodies) {
-        if (&other == &body) {
-            break;
+    auto [it, fresh] = function_addresses_.try_emplace({&body, bytes}, 0);
+    if (fresh) {
+        uint32_t index = 0;
+        for (const Body& other : ast_.bodies) {
+            if (&other == &body) {
+                break;
+            }
+            index += other.defined;
         }
-        index += other.defined;
+        it->second = address_constant(Constant::Kind::function, bytes, 0, index);
     }
-    return address_constant(Constant::Kind::function, bytes, 0, index);
+    return it->second;
 }
 
 uint32_t Lowering::register_slot(const Operand& operand, uint32_t* bytes) {
@@ -406,7 +410,7 @@ void Lowering::entry(const Body& body) {
     end.op = "exit";
     end.line = body.line;
     current_ = &end;
-    Frame frame{&body, shape(body), {}, {}, nullptr, {}, {}, {}, {}};
+    Frame frame{&body, shape(body), {}, {}, nullptr, false, {}, {}, {}, {}};
     for (const Param& param : function_.params) {
         frame.params.push_back({Space::param, param.offset, true});
     }

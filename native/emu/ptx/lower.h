@@ -49,6 +49,7 @@ class Lowering {
         Shape* shape;
         std::vector<Place> params, returns;
         const Frame* caller;
+        bool by_pointer; // entered by a call through one
         std::vector<uint32_t> pc_of_statement;
         struct Patch {
             uint32_t ins, label;
@@ -57,6 +58,7 @@ class Lowering {
         std::vector<uint32_t> to_end; // branches to the end of the expansion
         std::vector<uint32_t> lists;  // of branch targets, still labels
     };
+    using Operands = std::vector<Operand>;
     struct Address {
         Space space;
         uint32_t slot;
@@ -95,7 +97,12 @@ class Lowering {
     // lower_flow.cpp
     bool lower_flow(const Statement& s);
     void call(const Statement& s);
-    bool call_builtin(const Body& callee, const std::vector<Operand>& results);
+    void call_through(const Operand& pointer, const Operand& label, const Operands& results,
+                      const Operands& arguments);
+    void call_body(const Body& callee, const Operands& results, const Operands& arguments,
+                   bool by_pointer);
+    bool recurs(const Body& callee, bool by_pointer) const;
+    bool call_builtin(const Body& callee, const Operands& results);
     Place argument(const Operand& operand);
     void branch_index(const Statement& s);
     void barrier(const Statement& s);
@@ -161,6 +168,7 @@ class Lowering {
     std::map<std::pair<uint32_t, uint64_t>, uint32_t> constants_;
     std::map<std::string, uint32_t> specials_;
     std::map<const Declaration*, uint32_t> shared_;
+    std::map<std::pair<const Body*, uint32_t>, uint32_t> function_addresses_; // by their bytes
     uint32_t carry_ = no_slot;
     uint32_t text_ = 0;
     std::map<std::string, uint32_t> texts_;

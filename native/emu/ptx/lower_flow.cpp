@@ -2,9 +2,25 @@
 #include <algorithm>
 #include <unordered_map>
 
+#include "lanes.h"
 #include "lower.h"
 
 namespace flowgpu::emu::ptx {
+
+namespace {
+
+// As far as it matters here: arguments and results are bytes in memory of the caller's.
+bool same_form(const std::vector<Declaration>& a, const std::vector<Declaration>& b) {
+    return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                      [](const Declaration& x, const Declaration& y) { return x.size == y.size; });
+}
+
+// For lanes with a pointer to no function of theirs, or to one that they are in already.
+void illegal(Cta& c, const Ins&, const Mask& m) {
+    for_lanes(c, m, [&](uint32_t l) { c.raise(Result::Code::illegal_instruction, 0, l); });
+}
+
+} // namespace
 
 Lowering::Place Lowering::argument(const Operand& operand) {
     if (operand.kind == Operand::Kind::local) {
@@ -19,7 +35,7 @@ Lowering::Place Lowering::argument(const Operand& operand) {
 }
 
 // Functions of the device runtime that have no PTX.
-bool Lowering::call_builtin(const Body& callee, const std::vector<Operand>& results) {
+bool Lowering::call_builtin(const Body& callee, const Operands& results) {
     if (callee.name == "__assertfail") {
         emit_flow(Flow::assert_fail);
         return true;
@@ -35,33 +51,125 @@ bool Lowering::call_builtin(const Body& callee, const std::vector<Operand>& resu
     return false;
 }
 
+// True for a function that is being expanded already, if a pointer leads to it again: that is known
+// when it runs.
+bool Lowering::recurs(const Body& callee, bool by_pointer) const {
+    for (const Frame* f = frame_; f; f = f->caller) {
+        if (f->body == &callee) {
+            if (!by_pointer) {
+                bad(callee.name + ": recursion is not supported");
+            }
+            return true;
+        }
+        by_pointer |= f->by_pointer;
+    }
+    return false;
+}
+
+void Lowering::call_body(const Body& callee, const Operands& results, const Operands& arguments,
+                         bool by_pointer) {
+    if (recurs(callee, by_pointer)) {
+        emit(illegal, {});
+        return;
+    }
+    if (!callee.defined) {
+        if (!call_builtin(callee, results)) {
+            bad(callee.name + ": function without a body");
+        }
+        return;
+    }
+    if (arguments.size() != callee.params.size() || results.size() != callee.returns.size()) {
+        bad(callee.name + ": wrong number of arguments");
+    }
+    Frame frame{&callee, shape(callee), {}, {}, frame_, by_pointer, {}, {}, {}, {}};
+    for (const Operand& operand : arguments) {
+        frame.params.push_back(argument(operand));
+    }
+    for (const Operand& operand : results) {
+        frame.returns.push_back(argument(operand));
+    }
+    Frame* caller = frame_;
+    const Statement* statement = current_;
+    uint32_t text = text_;
+    expand(callee, frame);
+    finish_frame(frame);
+    frame_ = caller;
+    current_ = statement;
+    text_ = text;
+}
+
+// One expansion for each function that the pointer may lead to, which lanes with another skip.
+void Lowering::call_through(const Operand& pointer, const Operand& label, const Operands& results,
+                            const Operands& arguments) {
+    auto found = frame_->body->callees.find(label.index);
+    if (label.kind != Operand::Kind::label || found == frame_->body->callees.end() ||
+        frame_->body->labels[label.index] >= frame_->pc_of_statement.size()) {
+        bad("no .callprototype and no .calltargets at a label above it");
+    }
+    const Callees& callees = found->second;
+    for (const std::string& name : callees.names) {
+        const Body* body = ast_.find(name);
+        if (!body || !body->defined || body->entry) {
+            bad(name + ": no such function");
+        }
+    }
+    const bool listed = !callees.names.empty();
+    if (!listed &&
+        (arguments.size() != callees.params.size() || results.size() != callees.returns.size())) {
+        bad("wrong number of arguments");
+    }
+    Key equal;
+    equal.op = "setp";
+    equal.variant = "eq";
+    equal.type = Type::u64;
+    uint32_t address = source(pointer, Type::u64), same = temp(Type::pred);
+    std::vector<uint32_t> to_end;
+    for (const Body& body : ast_.bodies) {
+        bool reached =
+            listed ? std::count(callees.names.begin(), callees.names.end(), body.name) != 0
+                   : body.defined && !body.entry && same_form(body.params, callees.params) &&
+                         same_form(body.returns, callees.returns);
+        if (!reached) {
+            continue;
+        }
+        emit(find_compare(equal), {same, address, function_address(body, 8)});
+        uint32_t skip = static_cast<uint32_t>(code_.ins.size());
+        Ins& ins = emit_flow(Flow::branch);
+        ins.pred = same;
+        ins.pred_negated = true;
+        call_body(body, results, arguments, true);
+        to_end.push_back(static_cast<uint32_t>(code_.ins.size()));
+        emit_flow(Flow::branch);
+        code_.ins[skip].target = static_cast<uint32_t>(code_.ins.size());
+    }
+    emit(illegal, {});
+    for (uint32_t ins : to_end) {
+        code_.ins[ins].target = static_cast<uint32_t>(code_.ins.size());
+    }
+}
+
 void Lowering::call(const Statement& s) {
     Mods mods(s);
     mods.take("uni");
     mods.finish();
     size_t at = 0;
-    std::vector<Operand> results, arguments;
-    if (at < s.operands.size() && s.operands[at].kind == Operand::Kind::list) {
-        results = s.operands[at++].elems;
+    auto list = [&] {
+        bool here = at < s.operands.size() && s.operands[at].kind == Operand::Kind::list;
+        return here ? s.operands[at++].elems : Operands();
+    };
+    Operands results = list();
+    if (at >= s.operands.size()) {
+        bad("no function");
     }
-    if (at >= s.operands.size() || s.operands[at].kind != Operand::Kind::symbol) {
-        bad("indirect calls are not supported");
+    const Operand& callee = s.operands[at++];
+    Operands arguments = list();
+    bool by_pointer = callee.kind == Operand::Kind::reg;
+    const Body* body = ast_.find(callee.name);
+    if (!by_pointer && !body) {
+        bad(callee.name + ": no such function");
     }
-    const std::string& name = s.operands[at++].name;
-    const Body* callee = ast_.find(name);
-    if (!callee) {
-        bad(name + ": no such function");
-    }
-    if (at < s.operands.size()) {
-        arguments = s.operands[at++].elems;
-    }
-    if (at != s.operands.size()) {
-        bad("indirect calls are not supported");
-    }
-    for (const Frame* f = frame_; f; f = f->caller) {
-        if (f->body == callee) {
-            bad(name + ": recursion is not supported");
-        }
+    if (s.operands.size() != at + by_pointer) {
+        bad("wrong number of operands");
     }
     uint32_t skip = no_slot;
     Statement open = s; // the guard only decides whether the whole expansion runs
@@ -72,27 +180,10 @@ void Lowering::call(const Statement& s) {
         open.pred = Statement::no_pred;
     }
     current_ = &open;
-    if (!callee->defined) {
-        if (!call_builtin(*callee, results)) {
-            bad(name + ": function without a body");
-        }
+    if (by_pointer) {
+        call_through(callee, s.operands[at], results, arguments);
     } else {
-        if (arguments.size() != callee->params.size() || results.size() != callee->returns.size()) {
-            bad(name + ": wrong number of arguments");
-        }
-        Frame frame{callee, shape(*callee), {}, {}, frame_, {}, {}, {}, {}};
-        for (const Operand& operand : arguments) {
-            frame.params.push_back(argument(operand));
-        }
-        for (const Operand& operand : results) {
-            frame.returns.push_back(argument(operand));
-        }
-        Frame* caller = frame_;
-        uint32_t text = text_;
-        expand(*callee, frame);
-        finish_frame(frame);
-        frame_ = caller;
-        text_ = text;
+        call_body(*body, results, arguments, false);
     }
     current_ = &s;
     if (skip != no_slot) {

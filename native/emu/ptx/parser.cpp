@@ -239,6 +239,23 @@ Declaration parse_declaration(Cursor& cursor, Declaration::Space space) {
     return decl;
 }
 
+std::vector<Declaration> parse_parameters(Cursor& cursor) {
+    std::vector<Declaration> list;
+    if (!cursor.accept("(")) {
+        return list;
+    }
+    while (!cursor.accept(")")) {
+        std::string space = cursor.word();
+        if (space != ".param" && space != ".reg") {
+            fail(cursor.line(), "expected .param or .reg before '" + space + "'");
+        }
+        list.push_back(parse_declaration(cursor, space == ".reg" ? Declaration::Space::reg
+                                                                 : Declaration::Space::param));
+        cursor.accept(",");
+    }
+    return list;
+}
+
 const Body* Ast::find(std::string_view name) const {
     for (const Body& body : bodies) {
         if (body.name == name) {
@@ -342,30 +359,13 @@ class ModuleParser {
         ast_.variables.push_back(std::move(decl));
     }
 
-    std::vector<Declaration> parameters() {
-        std::vector<Declaration> list;
-        if (!cursor_.accept("(")) {
-            return list;
-        }
-        while (!cursor_.accept(")")) {
-            std::string space = cursor_.word();
-            if (space != ".param" && space != ".reg") {
-                fail(cursor_.line(), "expected .param or .reg before '" + space + "'");
-            }
-            list.push_back(parse_declaration(cursor_, space == ".reg" ? Declaration::Space::reg
-                                                                      : Declaration::Space::param));
-            cursor_.accept(",");
-        }
-        return list;
-    }
-
     void function(bool entry, uint32_t line) {
         Body body;
         body.entry = entry;
         body.line = line;
-        body.returns = entry ? std::vector<Declaration>() : parameters();
+        body.returns = entry ? std::vector<Declaration>() : parse_parameters(cursor_);
         body.name = cursor_.word();
-        body.params = parameters();
+        body.params = parse_parameters(cursor_);
         attributes(body);
         if (!cursor_.accept(";")) {
             body.defined = true;

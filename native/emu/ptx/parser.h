@@ -33,6 +33,9 @@ class Cursor {
 // ".align 4 .b8 name[16]" and its relatives, from behind the state space on.
 Declaration parse_declaration(Cursor& cursor, Declaration::Space space);
 
+// "(.param .b32 a, .param .b64 b)", or nothing.
+std::vector<Declaration> parse_parameters(Cursor& cursor);
+
 // From behind the parameter list of a function on: "{ ... }".
 void parse_body(Cursor& cursor, Body& body);
 

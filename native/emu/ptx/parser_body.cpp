@@ -138,9 +138,30 @@ class BodyParser {
             } while (cursor_.accept(","));
             cursor_.expect(";");
             target_lists_.push_back(std::move(list));
-        } else if (cursor_.is(".calltargets") || cursor_.is(".callprototype")) {
-            fail(line, "call: indirect calls are not supported");
+        } else if (cursor_.accept(".calltargets")) {
+            Callees& callees = body_.callees[index];
+            do {
+                callees.names.push_back(cursor_.word());
+            } while (cursor_.accept(","));
+            cursor_.expect(";");
+        } else if (cursor_.accept(".callprototype")) {
+            Callees& callees = body_.callees[index];
+            callees.returns = parse_parameters(cursor_);
+            cursor_.expect("_");
+            callees.params = parse_parameters(cursor_);
+            cursor_.accept(".noreturn");
+            cursor_.expect(";");
         }
+    }
+
+    // A branch and a call through a pointer lead to labels, as words outside of brackets.
+    static bool takes_label(const Statement& s) {
+        if (s.op == "call") {
+            return std::any_of(s.operands.begin(), s.operands.end(), [](const Operand& operand) {
+                return operand.kind == Operand::Kind::reg;
+            });
+        }
+        return s.op == "bra" || (s.op == "brx" && !s.operands.empty());
     }
 
     uint32_t resolve(const LabelUse& use) const {
@@ -228,10 +249,8 @@ class BodyParser {
         }
         opcode_ = cursor_.word();
         split_opcode(statement, opcode_);
-        bool branch = statement.op == "bra" || statement.op == "brx";
         while (!cursor_.accept(";")) {
-            if (branch && cursor_.peek().kind == Token::Kind::word &&
-                !(statement.op == "brx" && statement.operands.empty())) {
+            if (cursor_.peek().kind == Token::Kind::word && takes_label(statement)) {
                 label_uses_.push_back({body_.statements.size(), statement.operands.size(), scope_,
                                        cursor_.word(), statement.line});
                 Operand operand;
