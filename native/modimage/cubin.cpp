@@ -104,12 +104,14 @@ class Cubin {
 
     struct Span {
         uint64_t start, end;
+        std::string_view name;
     };
 
     struct Storage {
         Elf64_Shdr header;
-        bool variables = false; // .nv.global, .nv.global.init, .nv.constant3
-        bool written = false;   // by kernels: not the constants
+        bool variables = false;        // .nv.global, .nv.global.init, .nv.constant3
+        bool written = false;          // by kernels: not the constants
+        bool reached_as_whole = false; // by relocations that name no variable
         std::vector<Span> named;
     };
 
@@ -136,11 +138,59 @@ class Cubin {
             }
         }
         for (Storage& storage : storage_) {
-            if (storage.written && !all_named(storage)) {
+            std::sort(storage.named.begin(), storage.named.end(),
+                      [](const Span& a, const Span& b) { return a.start < b.start; });
+        }
+        for (uint64_t i = 1; i < count_; ++i) {
+            read_relocations(storage_[i].header, &variables->code_addresses);
+        }
+        // Code reaches variables by relocations alone, and what none leads to is as it was loaded:
+        // NCCL 2.32 has tables without a name that none of its code uses any more.
+        for (const Storage& storage : storage_) {
+            if (storage.written && storage.reached_as_whole && !all_named(storage)) {
                 return fail("memory in .nv.global that no symbol names");
             }
         }
         return true;
+    }
+
+    void read_relocations(const Elf64_Shdr& table, std::vector<CodeAddress>* found) {
+        const uint64_t entry = table.sh_type == SHT_RELA  ? sizeof(Elf64_Rela)
+                               : table.sh_type == SHT_REL ? sizeof(Elf64_Rel)
+                                                          : 0;
+        if (entry == 0 || table.sh_size == 0) {
+            return;
+        }
+        if (table.sh_link >= count_ || storage_[table.sh_link].header.sh_type != SHT_SYMTAB) {
+            for (Storage& storage : storage_) {
+                storage.reached_as_whole = true;
+            }
+            return;
+        }
+        for (uint64_t at = 0; at + entry <= table.sh_size; at += entry) {
+            const auto one = value_at<Elf64_Rel>(bytes_, table.sh_offset + at);
+            const auto symbol =
+                value_at<Elf64_Sym>(bytes_, storage_[table.sh_link].header.sh_offset +
+                                                ELF64_R_SYM(one.r_info) * sizeof(Elf64_Sym));
+            const auto type = ELF64_ST_TYPE(symbol.st_info);
+            const bool whole = type == STT_SECTION && symbol.st_shndx < count_;
+            const bool code = whole && storage_[symbol.st_shndx].header.sh_flags & SHF_EXECINSTR;
+            if (whole) {
+                storage_[symbol.st_shndx].reached_as_whole = true;
+            }
+            if ((code || type == STT_FUNC) && table.sh_info < count_) {
+                add_code_address(storage_[table.sh_info].named, one.r_offset, found);
+            }
+        }
+    }
+
+    static void add_code_address(const std::vector<Span>& named, uint64_t offset,
+                                 std::vector<CodeAddress>* found) {
+        auto one = std::upper_bound(named.begin(), named.end(), offset,
+                                    [](uint64_t at, const Span& span) { return at < span.start; });
+        if (one != named.begin() && offset < (--one)->end) {
+            found->push_back({std::string(one->name), offset - one->start});
+        }
     }
 
     bool read_symbols(uint64_t table, Variables* variables) {
@@ -175,7 +225,7 @@ class Cubin {
             }
             if (!common) {
                 const uint64_t start = symbol.st_value - storage_[home].header.sh_addr;
-                storage_[home].named.push_back({start, start + symbol.st_size});
+                storage_[home].named.push_back({start, start + symbol.st_size, name});
             }
         }
         return true;
@@ -209,9 +259,7 @@ class Cubin {
     }
 
     // A gap as large as the section's alignment is no padding.
-    static bool all_named(Storage& storage) {
-        std::sort(storage.named.begin(), storage.named.end(),
-                  [](const Span& a, const Span& b) { return a.start < b.start; });
+    static bool all_named(const Storage& storage) {
         const uint64_t padding = std::max<uint64_t>(storage.header.sh_addralign, 1);
         uint64_t at = 0;
         for (const Span& span : storage.named) {

@@ -6,14 +6,17 @@
 #include <string_view>
 #include <vector>
 
+#include "modimage.h"
+
 namespace flowgpu {
 
 struct Variables {
     std::vector<std::string> names;
     std::vector<std::string> constants; // those of them in .const
-    bool by_address_alone = true;       // modimage.h
-    bool heap = false;                  // modimage.h
-    bool managed = false;               // modimage.h
+    std::vector<CodeAddress> code_addresses;
+    bool by_address_alone = true; // modimage.h
+    bool heap = false;            // modimage.h
+    bool managed = false;         // modimage.h
 };
 
 constexpr unsigned char kManaged = 0x4; // in the st_other of a cubin's symbol

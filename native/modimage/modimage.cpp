@@ -27,10 +27,10 @@ bool begins_with(std::string_view bytes, uint32_t magic) {
     return true;
 }
 
-std::vector<std::string> sorted(std::vector<std::string> names) {
-    std::sort(names.begin(), names.end());
-    names.erase(std::unique(names.begin(), names.end()), names.end());
-    return names;
+template <class T> std::vector<T> sorted(std::vector<T> all) {
+    std::sort(all.begin(), all.end());
+    all.erase(std::unique(all.begin(), all.end()), all.end());
+    return all;
 }
 
 class Reader {
@@ -48,6 +48,7 @@ class Reader {
         }
         result.variables = sorted(std::move(found_.names));
         result.constants = sorted(std::move(found_.constants));
+        result.code_addresses = sorted(std::move(found_.code_addresses));
         result.known = result.why.empty();
         result.by_address_alone = result.known && found_.by_address_alone;
         result.heap = found_.heap;

@@ -13,13 +13,29 @@
 #define FLOWGPU_MODIMAGE_H
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "fatbin.h"
 
 namespace flowgpu {
+
+// Where a variable's first value has the address of a function. The driver writes it there when it
+// loads the code, and loaded again the function may lie elsewhere.
+struct CodeAddress {
+    std::string variable;
+    uint64_t offset; // in the variable; the address has 8 bytes
+
+    bool operator<(const CodeAddress& other) const {
+        return std::tie(variable, offset) < std::tie(other.variable, other.offset);
+    }
+    bool operator==(const CodeAddress& other) const {
+        return variable == other.variable && offset == other.offset;
+    }
+};
 
 struct ModuleImage {
     // False: a form that is not known, or storage that no name leads to; `why` says so.
@@ -35,6 +51,9 @@ struct ModuleImage {
     std::vector<std::string> variables;
     // Those of them that are in .const, in any entry of a fat binary.
     std::vector<std::string> constants;
+    // Sorted, those of every cubin. PTX has none: compiled as a whole program, it calls functions
+    // by their numbers in a table of the kernel.
+    std::vector<CodeAddress> code_addresses;
     // There is no code, in any entry, and no variable is made with an address in it: whoever has
     // not asked the driver for a variable's address can neither read nor write it.
     bool by_address_alone = false;

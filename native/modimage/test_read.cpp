@@ -5,9 +5,11 @@
 // behind a wrapper of version 1 and 2) and the number of parts, 32 bits each, then each part: 64
 // bits of size, bytes. Output: a line an image, and one of its copy for the three without a limit:
 // known, by address alone, heap, managed, length, number of further containers, why, | and names of
-// variables, | and those of constants; the texts in hexadecimal digits.
+// variables, | and those of constants, | and those that have addresses of functions, each with its
+// offset behind it; the texts in hexadecimal digits.
 #include "modimage.h"
 
+#include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -41,6 +43,12 @@ void print(const ModuleImage& image) {
             std::printf(" ");
             print_hex(name);
         }
+    }
+    std::printf(" |");
+    for (const flowgpu::CodeAddress& one : image.code_addresses) {
+        std::printf(" ");
+        print_hex(one.variable);
+        std::printf(" %" PRIu64, one.offset);
     }
     std::printf("\n");
     std::fflush(stdout);

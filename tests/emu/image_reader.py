@@ -32,6 +32,7 @@ class Image:
     why: str
     variables: tuple[str, ...]
     constants: tuple[str, ...]
+    code_addresses: tuple[tuple[str, int], ...]
 
 
 def build(folder: Path, program: str = "test_read") -> Path:
@@ -108,6 +109,8 @@ class Reader(Program):
         line = self.line()
         known, by_address_alone, heap, managed, length, linked_from, why, _, *names = line
         middle = names.index("|")
+        last = names.index("|", middle + 1)
+        addresses = names[last + 1 :]
         return Image(
             known == "1",
             by_address_alone == "1",
@@ -117,7 +120,11 @@ class Reader(Program):
             int(linked_from),
             bytes.fromhex(why).decode(),
             tuple(_text(name) for name in names[:middle]),
-            tuple(_text(name) for name in names[middle + 1 :]),
+            tuple(_text(name) for name in names[middle + 1 : last]),
+            tuple(
+                (_text(name), int(at))
+                for name, at in zip(addresses[::2], addresses[1::2], strict=True)
+            ),
         )
 
     def _ask(self, how: int, parts: tuple[bytes, ...]) -> None:

@@ -231,6 +231,30 @@ def test_code_that_allocates_on_the_device_is_told(
     assert not heap(SOURCE)
 
 
+POINTERS = """
+__device__ int f(int x) { return x * 3; }
+__device__ int g(int x) { return x + 5; }
+struct Row { int number; int (*function)(int); };
+__device__ Row table[] = {{1, f}, {2, nullptr}, {3, g}};
+__device__ int* other = &table[1].number;
+extern "C" __global__ void k(int* o, int i) { *o = table[i].function(*other); }
+"""
+
+
+@pytest.mark.parametrize("architecture", [75, 80, 90])
+@pytest.mark.parametrize("option", ["-G", "-rdc=true"])
+def test_a_cubin_tells_where_addresses_of_functions_are(
+    reader: Reader, architecture: int, option: str
+) -> None:
+    found = reader.read(image(POINTERS, "cubin", architecture, option))
+    assert found.code_addresses == (("table", 8), ("table", 40))
+
+
+def test_a_program_compiled_as_a_whole_has_no_addresses_of_functions(reader: Reader) -> None:
+    assert reader.read(image(POINTERS, "cubin", 90)).code_addresses == ()
+    assert reader.read(image(POINTERS, "ptx", 90)).code_addresses == ()
+
+
 @pytest.mark.parametrize(
     ("text", "alone"),
     [
@@ -320,6 +344,20 @@ def test_a_cubin_without_symbols_is_known_only_if_it_has_no_variables(reader: Re
     found = reader.read(bytes(with_some.code))
     assert not found.known
     assert found.why == "cubin: memory in .nv.global that no symbol names"
+
+
+def test_memory_without_a_name_counts_only_where_a_relocation_may_lead_to_it(
+    reader: Reader,
+) -> None:
+    cubin = Cubin(image(SOURCE, "cubin", 90, "-rdc=true"))
+    _, place, symbol = cubin.symbol("filled")
+    cubin.code[place + 4] = symbol[1] & 0xF0  # STT_NOTYPE
+    assert reader.read(bytes(cubin.code)).known
+    # A relocation that names the section, with any addend.
+    cubin.code[place + 4] = symbol[1] & 0xF0 | 3
+    assert reader.read(bytes(cubin.code)).why == (
+        "cubin: memory in .nv.global that no symbol names"
+    )
 
 
 def test_textures_in_a_cubin_are_no_variables(reader: Reader) -> None:
