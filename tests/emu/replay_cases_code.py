@@ -7,7 +7,79 @@ from tests.emu.replay_cases import ANY, ATTRIBUTE, Case
 _CARVEOUT = "cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"
 _PREFER_L1 = "cu.CUfunc_cache.CU_FUNC_CACHE_PREFER_L1"
 
+# Code that calls functions by their addresses in a variable, as NCCL does. Linked, they are such:
+# in code that is compiled as a whole they are numbers in a table of the kernel.
+_FUNCTIONS = """
+FUNCTIONS = b'''
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .func (.param .b64 out) thrice(.param .b64 x) {
+    .reg .b64 %rd<3>; ld.param.u64 %rd1, [x]; mul.lo.u64 %rd2, %rd1, 3;
+    st.param.b64 [out], %rd2; ret;
+}
+.visible .func (.param .b64 out) plus(.param .b64 x) {
+    .reg .b64 %rd<3>; ld.param.u64 %rd1, [x]; add.u64 %rd2, %rd1, 5;
+    st.param.b64 [out], %rd2; ret;
+}
+.visible .global .align 8 .u64 rows[4] = {1, thrice, 2, plus};
+.visible .entry use(.param .u64 p, .param .u64 row, .param .u64 x) {
+    .reg .b64 %rd<10>;
+    ld.param.u64 %rd1, [p]; ld.param.u64 %rd2, [row]; ld.param.u64 %rd3, [x];
+    mov.u64 %rd4, rows; shl.b64 %rd5, %rd2, 4; add.u64 %rd6, %rd4, %rd5;
+    ld.global.u64 %rd7, [%rd6]; add.u64 %rd7, %rd7, 10; st.global.u64 [%rd6], %rd7;
+    ld.global.u64 %rd8, [%rd6+8];
+    { .param .b64 value; .param .b64 result;
+    st.param.b64 [value], %rd3;
+    form: .callprototype (.param .b64 _) _ (.param .b64 _);
+    call (result), %rd8, (value), form;
+    ld.param.b64 %rd9, [result]; }
+    st.global.u64 [%rd1], %rd9; st.global.u64 [%rd1+8], %rd7; ret;
+}
+''' + bytes(1)
+def linked(text):
+    state = ok(cu.cuLinkCreate(0, [], []))
+    kind = cu.CUjitInputType.CU_JIT_INPUT_PTX
+    ok(cu.cuLinkAddData(state, kind, text, len(text), b"functions", 0, [], []))
+    code, size = ok(cu.cuLinkComplete(state))
+    code = ctypes.string_at(int(code), size)
+    ok(cu.cuLinkDestroy(state))
+    return code
+def used(use, row, x):
+    buffer = int(ok(cu.cuMemAlloc(16)))
+    run(use, 1, buffer, row, x)
+    found = download(buffer, 4)
+    ok(cu.cuMemFree(buffer))
+    return [int(found[0]), int(found[2])]
+"""
+
 CODE_CASES = (
+    Case(
+        # What was loaded before it is not there the next time, so its code comes to lie elsewhere.
+        "addresses_of_functions",
+        ("cuModuleLoadData", "cuLibraryLoadData"),
+        f"""{_FUNCTIONS}
+before = [ok(cu.cuModuleLoadData(PTX)) for _ in range(64)]
+for one in before:
+    run_inc = ok(cu.cuModuleGetFunction(one, b"inc"))
+    assert inc_of(run_inc) == 128
+module = ok(cu.cuModuleLoadData(linked(FUNCTIONS)))
+library = ok(cu.cuLibraryLoadData(linked(FUNCTIONS), [], [], 0, [], [], 0))
+uses = [
+    ok(cu.cuModuleGetFunction(module, b"use")),
+    ok(cu.cuKernelGetFunction(ok(cu.cuLibraryGetKernel(library, b"use")))),
+]
+assert [used(use, 0, 7) for use in uses] == [[21, 11]] * 2
+for one in before:
+    ok(cu.cuModuleUnload(one))
+counted = {{}}
+def results(row):
+    found = [used(use, row, 7) for use in uses]
+    counted[row] = counted.get(row, 0) + 10
+    return [[value, count - counted[row]] for value, count in found]
+""",
+        {"results(0)": [[21, 11]] * 2, "results(1)": [[12, 2]] * 2},
+    ),
     Case(
         "modules",
         (

@@ -52,8 +52,13 @@ Image Image::of_memory(const void* image) {
         kept.why = "from an image that cannot be kept: " + read.why;
         return kept;
     }
-    for (const std::string& name : read.variables)
-        kept.variables.emplace_back().name = name;
+    auto next = read.code_addresses.begin(); // both are sorted by name
+    for (const std::string& name : read.variables) {
+        Variable& variable = kept.variables.emplace_back();
+        variable.name = name;
+        for (; next != read.code_addresses.end() && next->variable == name; ++next)
+            variable.code_addresses.push_back(next->offset);
+    }
     kept.constants = read.constants;
     kept.by_address_alone = read.by_address_alone;
     kept.heap = read.heap;

@@ -39,7 +39,8 @@ struct Alias {
 // A variable of a module and its bytes while the driver is away.
 struct Variable {
     std::string name;
-    bool asked = false; // the program has the driver's address of it
+    bool asked = false;                   // the program has the driver's address of it
+    std::vector<uint64_t> code_addresses; // their offsets in it, sorted (modimage.h)
     struct Instance {
         Object* context;
         std::vector<char> bytes;

@@ -163,7 +163,9 @@ CUdeviceptr lasting_address(const void* owner, const char* name, CUdeviceptr add
         for (const auto& [in, stand_in] : variable.stand_ins)
             known = in == context ? stand_in : known;
         alone = object.code && object.code->image.by_address_alone;
+        // Addresses of functions that the program reads from it would not last.
         possible = !variable.asked && context && bytes && !task().captures.load() &&
+                   variable.code_addresses.empty() &&
                    (object.kind == Kind::library || object.context == context);
     };
     with_variable(owner, name, look);

@@ -165,6 +165,25 @@ bool keep_all(FirstFailure& fail) {
     return result == CUDA_SUCCESS || fail("reading variables", result);
 }
 
+// Writes what was kept, but not over addresses of functions: those that the driver has just written
+// are right, and the kept ones were in its last life.
+CUresult write_value(const Variable& variable, const std::vector<char>& kept, CUdeviceptr address) {
+    CUresult result = CUDA_SUCCESS;
+    size_t from = 0;
+    auto write_until = [&](size_t end) {
+        if (result == CUDA_SUCCESS && from < end)
+            result = FG_DRIVER(cuMemcpyHtoD_v2)(address + from, kept.data() + from, end - from);
+    };
+    for (const uint64_t at : variable.code_addresses) {
+        if (at >= kept.size())
+            break; // it is in code for another GPU
+        write_until(at);
+        from = at + sizeof(uint64_t);
+    }
+    write_until(kept.size());
+    return result;
+}
+
 bool write_module(Object& module, FirstFailure& fail) {
     for (Variable& variable : module.variables) {
         for (const Variable::Instance& kept : variable.instances) {
@@ -175,8 +194,8 @@ bool write_module(Object& module, FirstFailure& fail) {
                 result = locate(module, variable.name, &address, &bytes);
             if (result == CUDA_SUCCESS && bytes != kept.bytes.size())
                 return fail("variable " + variable.name + " has another size now");
-            if (result == CUDA_SUCCESS && bytes)
-                result = FG_DRIVER(cuMemcpyHtoD_v2)(address, kept.bytes.data(), bytes);
+            if (result == CUDA_SUCCESS)
+                result = write_value(variable, kept.bytes, address);
             if (result != CUDA_SUCCESS)
                 return fail("writing variable " + variable.name, result);
         }
