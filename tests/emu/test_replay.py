@@ -399,6 +399,24 @@ own = [int(ok(cu.cuMemAddressReserve(size << 20, 0, 0, 0))) for size in (2, 10, 
     task.do("[ok(cu.cuMemAddressFree(a, s << 20)) for a, s in zip(own, (2, 10, 2))]")
 
 
+def test_reservations_come_back_where_the_driver_has_room_elsewhere(task: Task) -> None:
+    # It looks for room in ranges that it has before it follows a wish, and takes the first.
+    task.do(
+        """
+own = [int(ok(cu.cuMemAddressReserve(96 << 20, 0, 0, 0))) for _ in range(3)]
+ok(cu.cuMemAddressFree(own.pop(0), 96 << 20))
+for address in own:
+    handle = ok(cu.cuMemCreate(2 << 20, properties(), 0))
+    ok(cu.cuMemMap(address, 2 << 20, 0, handle, 0))
+    ok(allow(address, 2 << 20))
+    ok(cu.cuMemsetD32(address, address >> 20, 2))
+"""
+    )
+    for _ in range(2):
+        task.checkpoint()
+        assert task.do("[int(download(a, 1)[0]) == a >> 20 for a in own]") == [True, True]
+
+
 def test_each_thread_finds_its_stack_of_contexts(task: Task) -> None:
     task.do(
         """

@@ -72,7 +72,7 @@ CUresult adopt_context(Call& call, CUcontext* context) {
         return CUDA_ERROR_OPERATING_SYSTEM;
     }
     *context = reinterpret_cast<CUcontext>(handle);
-    return CUDA_SUCCESS;
+    return reserve_own_range() ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 CUresult create_context(CUcontext* context, unsigned int flags, CUdevice device) {

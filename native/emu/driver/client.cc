@@ -351,6 +351,7 @@ namespace {
 // Where the driver has its pools and packs small reservations (docs/design/hardware-notes.md).
 constexpr uint64_t kFirstPlace = 0x302000000;
 constexpr int kPlacesTried = 256;
+constexpr uint64_t kOwnRange = 512 << 20, kOwnMemory = 8 << 20;
 
 void* reserve_place(uint64_t size) {
     for (int i = 0; i < kPlacesTried; i++) {
@@ -366,9 +367,9 @@ void* reserve_place(uint64_t size) {
 
 // The first gap of `size` in a piece; 0: there is none.
 uint64_t gap_in(const std::map<uint64_t, uint64_t>& used, uint64_t piece, size_t size,
-                size_t alignment) {
+                size_t alignment, size_t piece_size = kPlaces) {
     uint64_t at = piece;
-    for (auto next = used.lower_bound(piece); at + size <= piece + kPlaces; ++next) {
+    for (auto next = used.lower_bound(piece); at + size <= piece + piece_size; ++next) {
         if (next == used.end() || next->first >= at + size) {
             return at;
         }
@@ -397,10 +398,26 @@ void* reserve_small(size_t size, size_t alignment) {
     return reinterpret_cast<void*>(at);
 }
 
+bool reserve_own_range() {
+    auto& p = process();
+    std::lock_guard lock(p.mutex);
+    if (p.own_range == 0) {
+        p.own_range = reinterpret_cast<uint64_t>(reserve_addresses(kOwnRange, kPlaces, 0));
+        p.in_own_range[p.own_range] = p.own_range + kOwnMemory;
+    }
+    return p.own_range != 0;
+}
+
 void* reserve_large(size_t size, size_t alignment, uint64_t hint) {
     const size_t whole = (size + kPlaces - 1) / kPlaces * kPlaces;
     auto& p = process();
     std::lock_guard lock(p.mutex);
+    if (p.own_range != 0) {
+        if (const uint64_t at = gap_in(p.in_own_range, p.own_range, size, alignment, kOwnRange)) {
+            p.in_own_range[at] = at + size;
+            return reinterpret_cast<void*>(at);
+        }
+    }
     void* start = hint == 0 && alignment == kPlaces ? reserve_place(whole)
                                                     : reserve_addresses(whole, alignment, hint);
     if (start != nullptr && size < whole) {
@@ -417,6 +434,9 @@ void unreserve(void* start, size_t size) {
     const auto at = reinterpret_cast<uint64_t>(start);
     if (size < kPlaces) {
         p.small.erase(at);
+        return;
+    }
+    if (p.in_own_range.erase(at) != 0) {
         return;
     }
     size_t whole = (size + kPlaces - 1) / kPlaces * kPlaces;

@@ -111,6 +111,8 @@ struct Process {
     std::vector<std::pair<uint64_t, uint64_t>> taken;    // address ranges, at cuInit: start, end
     std::vector<uint64_t> pieces;                        // with small reservations
     std::map<uint64_t, uint64_t> small;                  // those: start, end
+    uint64_t own_range = 0;                              // of the driver's; 0: no context yet
+    std::map<uint64_t, uint64_t> in_own_range;           // start, end
     std::mutex managed_mutex;                            // for what follows; taken before the other
     int managed_file = -1;                               // as long as there are regions
     std::map<uint64_t, uint64_t> managed_regions;        // start, end
@@ -275,6 +277,9 @@ void* reserve_addresses(size_t size, size_t alignment, uint64_t hint);
 // The same of less than a place, packed together with others. No wish is fulfilled: a real driver
 // fulfils one only within a range of its own.
 void* reserve_small(size_t size, size_t alignment);
+// The range of 512 MiB that a process's first context reserves. A real driver has memory of its own
+// at its beginning, and looks for room there for what is reserved, before it follows a wish.
+bool reserve_own_range();
 // The same of a place or more, in whole places. Small ones are packed into what is left of the
 // last.
 void* reserve_large(size_t size, size_t alignment, uint64_t hint);

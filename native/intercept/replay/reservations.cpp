@@ -4,7 +4,10 @@
 #include <cstdio>
 #include <mutex>
 #include <set>
+#include <utility>
+#include <vector>
 
+#include "proc.h"
 #include "recorded.h"
 #include "registry.h"
 #include "task.h"
@@ -16,8 +19,33 @@ namespace {
 constexpr uint64_t kPiece = 32 << 20;
 constexpr uint64_t kGranularity = 2 << 20;
 // Covers of small reservations, where neither the system nor the driver places anything.
-constexpr uint64_t kCovers = 0x1c0000000000, kCoverBytes = 512 << 20;
+constexpr uint64_t kCovers = 0x1c0000000000, kCoverBytes = 512 << 20, kAllCovers = 2ull << 40;
 constexpr Kinds kCover = only(MemoryKind::cover);
+
+// The driver looks for room in gaps of its own ranges before it follows a wish. So what it gives
+// elsewhere is held, and it is asked again, until it has no such gap. Else *got is its last choice.
+CUresult reserve_at(CUdeviceptr wish, size_t bytes, CUdeviceptr* got) {
+    constexpr size_t kMostGaps = 1024;
+    std::vector<std::pair<CUdeviceptr, size_t>> held;
+    CUresult result = CUDA_SUCCESS;
+    for (;;) {
+        result = FG_DRIVER(cuMemAddressReserve)(got, bytes, 0, wish, 0);
+        if (result != CUDA_SUCCESS || *got == wish || held.size() == kMostGaps)
+            break;
+        size_t before = bytes; // of the gap, where the wish lies in it
+        if (*got < wish && wish < *got + bytes) {
+            before = wish - *got;
+            FG_DRIVER(cuMemAddressFree)(*got, bytes);
+            result = FG_DRIVER(cuMemAddressReserve)(got, before, 0, *got, 0);
+            if (result != CUDA_SUCCESS)
+                break;
+        }
+        held.emplace_back(*got, before);
+    }
+    for (const auto& [address, size] : held)
+        FG_DRIVER(cuMemAddressFree)(address, size);
+    return result;
+}
 
 // The first gap in a cover; 0: there is none.
 CUdeviceptr gap_for(size_t size, size_t alignment) {
@@ -42,10 +70,10 @@ CUdeviceptr gap_for(size_t size, size_t alignment) {
 bool add_cover() {
     AddressMap& map = address_map();
     uint64_t wish = kCovers;
-    for (const Region& cover : map.all(kCover, kCovers))
+    for (const Region& cover : map.all(kCover, kCovers, kAllCovers))
         wish = std::max(wish, cover.address + cover.bytes);
     CUdeviceptr got = 0;
-    if (FG_DRIVER(cuMemAddressReserve)(&got, kCoverBytes, 0, wish, 0) != CUDA_SUCCESS)
+    if (reserve_at(wish, kCoverBytes, &got) != CUDA_SUCCESS)
         return false;
     map.put(Region{got, kCoverBytes, MemoryKind::cover});
     return true;
@@ -109,16 +137,24 @@ bool Reservations::make(bool at_last, FirstFailure& fail) {
             continue;
         }
         CUdeviceptr got = 0;
-        CUresult result = FG_DRIVER(cuMemAddressReserve)(&got, wish.bytes, 0, address, 0);
+        CUresult result = reserve_at(address, wish.bytes, &got);
         if (result != CUDA_SUCCESS)
             return fail("reserving device addresses", result);
         if (got != address) {
             FG_DRIVER(cuMemAddressFree)(got, wish.bytes);
-            char what[128];
-            snprintf(what, sizeof what,
-                     "%zu KiB of device addresses at %#llx could not be had again but at %#llx",
-                     wish.bytes >> 10, static_cast<unsigned long long>(address),
-                     static_cast<unsigned long long>(got));
+            char what[256];
+            int length =
+                snprintf(what, sizeof what,
+                         "%zu KiB of device addresses at %#llx could not be had again but at %#llx",
+                         wish.bytes >> 10, static_cast<unsigned long long>(address),
+                         static_cast<unsigned long long>(got));
+            proc::each_mapping([&](const proc::Mapping& one) {
+                if (one.start < address + wish.bytes && address < one.end && length >= 0 &&
+                    static_cast<size_t>(length) < sizeof what)
+                    length += snprintf(what + length, sizeof what - static_cast<size_t>(length),
+                                       "; %#lx to %#lx is mapped %s %s", one.start, one.end,
+                                       one.mode, one.name);
+            });
             return fail(what);
         }
         it = waiting_.erase(it);
