@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordinator import first_ids
@@ -43,6 +44,10 @@ def main() -> int:
     spec = json.loads(text)
     for fd in spec["descriptors"]:
         os.set_inheritable(fd, False)  # the program alone is to have them
+    if spec["kind"] == "restore":
+        from coordinator.terminals import free_numbers
+
+        free_numbers(Path(spec["image"]))
     return keep(lambda kept: coordinate(text, kept), spec["job_dir"], spec["descriptors"])
 
 

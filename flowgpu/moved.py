@@ -8,17 +8,13 @@ found at the old path as well, in a mount namespace that this command and the jo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import stat
 from pathlib import Path
 
-from flowgpu.host.probes import libc
+from flowgpu.host import mounts
+from flowgpu.host.mounts import MS_BIND, MS_RDONLY, MS_REC, MS_REMOUNT, mount
 
-CLONE_NEWNS = 0x00020000
-MS_BIND, MS_REC, MS_SLAVE = 0x1000, 0x4000, 0x80000
-MS_RDONLY, MS_REMOUNT = 0x1, 0x20
-MNT_DETACH = 2
 # A folder with more than that is no place where jobs have theirs: each entry takes a mount.
 MOST_ENTRIES = 1000
 
@@ -40,11 +36,10 @@ def _bring(old: Path, new: Path) -> None:
     entries = list(os.scandir(parent))
     if parent == Path("/") or len(entries) > MOST_ENTRIES:
         raise FileExistsError  # it is to be covered
-    _call(libc().unshare(CLONE_NEWNS))
-    _mount("none", "/", "", MS_REC | MS_SLAVE)
+    mounts.leave()
     here, beside = os.open(new, os.O_PATH), os.open(parent, os.O_PATH)
     # Who may not write to it may cover it: with a folder that has the same in it, and `old`.
-    _mount("flowgpu", parent, "tmpfs", 0, "mode=0755")
+    mount("flowgpu", parent, "tmpfs", 0, "mode=0755")
     try:
         for entry in entries:
             if parent / entry.name == old:  # another user's, to whom it was given meanwhile
@@ -53,11 +48,11 @@ def _bring(old: Path, new: Path) -> None:
             with contextlib.suppress(FileNotFoundError):  # another job's, which has ended
                 _show(source, target, target in (new, *new.parents))
         old.mkdir(parents=True)
-        _mount(f"/proc/self/fd/{here}", old, "", MS_BIND | MS_REC)
+        mount(f"/proc/self/fd/{here}", old, "", MS_BIND | MS_REC)
         # What would be made beside them is refused: it would be lost.
-        _mount("none", parent, "", MS_REMOUNT | MS_BIND | MS_RDONLY)
+        mount("none", parent, "", MS_REMOUNT | MS_BIND | MS_RDONLY)
     except OSError:
-        libc().umount2(os.fsencode(parent), MNT_DETACH)
+        mounts.unmount(parent)
         raise
     finally:
         os.close(here)
@@ -78,14 +73,4 @@ def _show(source: str, target: Path, needed: bool) -> None:
         target.mkdir()
     else:
         target.touch()
-    _mount(source, target, "", MS_BIND | (MS_REC if needed else 0))
-
-
-def _mount(source: str, target: Path | str, kind: str, flags: int, data: str = "") -> None:
-    words = (os.fsencode(word) for word in (source, str(target), kind))
-    _call(libc().mount(*words, flags, os.fsencode(data)))
-
-
-def _call(result: int) -> None:
-    if result != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    mount(source, target, "", MS_BIND | (MS_REC if needed else 0))

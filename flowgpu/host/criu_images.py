@@ -34,6 +34,7 @@ _XSTATE = re.compile(
 )
 _ALIVE = 1  # of a task's state: set when it runs (1) or is stopped (3), not when it is dead (2, 6)
 _STOPPED = 3
+_PTY = 12  # of a terminal's entry
 _TASK, _ACTIONS = 3, 15  # of a process's entry, and of that of its task
 
 
@@ -341,6 +342,13 @@ def is_shell_job(images_dir: Path) -> bool:
     """True when the session leader of the dumped root is not in the image."""
     tree = messages(images_dir / "pstree.img")
     return tree[0].number(4) not in {entry.number(1) for entry in tree}
+
+
+def terminals(images_dir: Path) -> set[int]:
+    """Numbers of the terminals in the image, as in /dev/pts."""
+    path = images_dir / "tty-info.img"
+    found = (entry.message(_PTY) for entry in messages(path)) if path.exists() else ()
+    return {pty.number(1) for pty in found if pty is not None}
 
 
 def regular_files(images_dir: Path) -> list[OpenedFile]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,12 @@ def said_across_a_restore(
     *arguments: str,
     before: Sequence[str] = (),
     engine: str = "auto",
+    between: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> list[str]:
     """The lines of a job that is dumped when it says that it is ready, and restored.
 
-    `before` is put in front of the command.
+    `before` is put in front of the command; `between` is done before the restore.
     """
     go, out = folder / "go", folder / "out"
     job = [sys.executable, "-c", program, str(go), *arguments]
@@ -76,6 +77,7 @@ def said_across_a_restore(
         finally:
             flowgpu("kill", name)
     go.touch()
+    between()
     restored = flowgpu("restore", folder / "image")
     assert restored.returncode == 0, restored.stderr
     lines = [*out.read_text().splitlines(), *restored.stdout.splitlines()]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from flowgpu.errors import DUMPED_EXIT
+from flowgpu.jobs import Registry
 from tests.emu.gpu_job import GPU, said_across_a_restore
 from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, flowgpu, runtime_dir
 from tests.unit.coordinator_job import wait_for
@@ -127,13 +130,17 @@ OWN_TERMINAL = (
     GPU
     + """
 import pty, termios
-# The restore needs the number of its terminal: other programs take the lowest that is free.
+# Other programs take the lowest number that is free.
 lower = [fd for _ in range(20) for fd in os.openpty()]
 child, master = pty.fork()
 if child == 0:
     os.execvp("sh", ["sh", "-c", "read word; tty -s && echo got $word; stty size"])
 for fd in lower:
     os.close(fd)
+def name():
+    return "/dev/pts/%d" % struct.unpack("I", fcntl.ioctl(master, 0x80045430, bytes(4)))  # TIOCGPTN
+its_name = name()
+open(sys.argv[2], "w").write(its_name)
 until(lambda: b"read word" in open(f"/proc/{child}/cmdline", "rb").read())
 fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 17, 71, 0, 0))
 went()
@@ -143,13 +150,54 @@ while b"71" not in said:
     said += os.read(master, 100)
 print(said.split())
 print("child", os.waitpid(child, 0)[1])
-print("gpu", gpu())
+print("gpu", gpu(), name() == its_name)
 """
 )
 
 
 @pytest.mark.parametrize("engine", ["native", "replay"])
-def test_a_terminal_of_the_jobs_own_goes_on(engine: str, tmp_path: Path) -> None:
-    said = said_across_a_restore("own-tty", OWN_TERMINAL, tmp_path, engine=engine)
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_terminal_of_the_jobs_own_goes_on(engine: str, taken: bool, tmp_path: Path) -> None:
+    name, others = tmp_path / "name", ExitStack()
+
+    def take() -> None:
+        while taken and not Path(name.read_text()).exists():
+            for fd in os.openpty():
+                others.callback(os.close, fd)
+
+    with others:
+        said = said_across_a_restore(
+            "own-tty", OWN_TERMINAL, tmp_path, str(name), engine=engine, between=take
+        )
     words = [b"word", b"got", b"word", b"17", b"71"]
-    assert said == ["ready", str(words), "child 0", "gpu True"]
+    assert said == ["ready", str(words), "child 0", "gpu True True"]
+
+
+def test_a_job_with_numbers_of_its_own_is_taken_over_and_dumped_again(tmp_path: Path) -> None:
+    name, go, out = tmp_path / "name", tmp_path / "go", tmp_path / "out"
+    words = ["--gpu", "emulated", "--name", "own-ttys", "--", sys.executable, "-c", OWN_TERMINAL]
+    with ExitStack() as others, open(out, "wb") as output:
+        others.callback(flowgpu, "kill", "own-ttys")
+        job = others.enter_context(
+            subprocess.Popen([*FLOWGPU, "run", *words, go, name], cwd=ROOT, stdout=output)
+        )
+        wait_for(lambda: "ready" in out.read_text(), "ready", SECONDS)
+        assert flowgpu("pause-and-dump", "own-ttys", "--output", tmp_path / "first").returncode == 0
+        assert job.wait(SECONDS) == DUMPED_EXIT
+        while not Path(name.read_text()).exists():
+            for fd in os.openpty():
+                others.callback(os.close, fd)
+        taken = os.stat(name.read_text())
+        assert flowgpu("restore", "--detach", tmp_path / "first").returncode == 0
+        directory = Registry().dir(Registry().find("own-ttys").id)
+        before = directory.read()
+        its = Path(f"/proc/{before.root_pid}/root{name.read_text()}")
+        assert its.exists() and its.stat().st_dev != taken.st_dev
+        os.kill(before.coordinator_pid, signal.SIGKILL)
+        wait_for(lambda: directory.read().coordinator_pid != before.coordinator_pid, "another one")
+        done = flowgpu("pause-and-dump", "own-ttys", "--output", tmp_path / "second")
+        assert done.returncode == 0, done.stderr
+        go.touch()
+        restored = flowgpu("restore", tmp_path / "second")
+        assert restored.returncode == 0, restored.stderr
+    assert restored.stdout.splitlines()[-1] == "gpu True True"
