@@ -403,8 +403,8 @@ def test_reservations_come_back_where_the_driver_has_room_elsewhere(task: Task) 
     # It looks for room in ranges that it has before it follows a wish, and takes the first.
     task.do(
         """
-own = [int(ok(cu.cuMemAddressReserve(96 << 20, 0, 0, 0))) for _ in range(3)]
-ok(cu.cuMemAddressFree(own.pop(0), 96 << 20))
+own = [int(ok(cu.cuMemAddressReserve(32 << 20, 0, 0, 0))) for _ in range(3)]
+ok(cu.cuMemAddressFree(own.pop(0), 32 << 20))
 for address in own:
     handle = ok(cu.cuMemCreate(2 << 20, properties(), 0))
     ok(cu.cuMemMap(address, 2 << 20, 0, handle, 0))

@@ -351,7 +351,7 @@ namespace {
 // Where the driver has its pools and packs small reservations (docs/design/hardware-notes.md).
 constexpr uint64_t kFirstPlace = 0x302000000;
 constexpr int kPlacesTried = 256;
-constexpr uint64_t kOwnRange = 512 << 20, kOwnMemory = 8 << 20;
+constexpr uint64_t kOwnRange = 128 << 20, kOwnMemory = 8 << 20;
 
 void* reserve_place(uint64_t size) {
     for (int i = 0; i < kPlacesTried; i++) {

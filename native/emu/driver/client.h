@@ -277,8 +277,8 @@ void* reserve_addresses(size_t size, size_t alignment, uint64_t hint);
 // The same of less than a place, packed together with others. No wish is fulfilled: a real driver
 // fulfils one only within a range of its own.
 void* reserve_small(size_t size, size_t alignment);
-// The range of 512 MiB that a process's first context reserves. A real driver has memory of its own
-// at its beginning, and looks for room there for what is reserved, before it follows a wish.
+// A range that a process's first context reserves. The driver has memory of its own at its
+// beginning, and looks for room there for what is reserved, before it follows a wish.
 bool reserve_own_range();
 // The same of a place or more, in whole places. Small ones are packed into what is left of the
 // last.
