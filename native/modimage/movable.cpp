@@ -25,7 +25,7 @@ constexpr uint64_t kFlagFamily = 0x200000;
 
 // What follows of a relocation's kind. 64-bit addresses, the second one generic, which is the same
 // for these variables; halves of an address in the upper half of an instruction's first 8 bytes.
-enum : uint32_t { kAddress = 2, kGenericAddress = 4, kLow = 56, kHigh = 57 };
+enum : uint32_t { kAddress = 2, kGenericAddress = 4, kKernel = 35, kLow = 56, kHigh = 57 };
 constexpr uint64_t kImmediateAt = 4;
 
 constexpr uint64_t kLeastAlignment = 16;
@@ -292,13 +292,14 @@ class MovableCubin::Reader {
         return ((variable.st_other & kManaged) != 0) == (which_ == Which::managed);
     }
 
-    // True for bytes of a section that a variable begins with which moves.
-    bool is_in_place(const Section& section, uint64_t at) const {
+    // The variable that moves and begins with these bytes of a section; null: there is none.
+    const Place* place_at(const Section& section, uint64_t at) const {
         const uint64_t offset = section.offset + at;
-        return section.variables &&
-               std::any_of(to_.places_.begin(), to_.places_.end(), [=](const Place& place) {
-                   return place.offset <= offset && offset < place.offset + place.bytes;
-               });
+        const auto found =
+            std::find_if(to_.places_.begin(), to_.places_.end(), [=](const Place& place) {
+                return place.offset <= offset && offset < place.offset + place.bytes;
+            });
+        return section.variables && found != to_.places_.end() ? &*found : nullptr;
     }
 
     // Makes fields of the relocations in a table that lead to variables, and a shorter table.
@@ -359,9 +360,18 @@ class MovableCubin::Reader {
             return refuse("which of a section's variables it is for is not known");
         }
         if (home == nullptr || (whole ? home->stays : !moves(symbol))) {
-            // The driver would put it into its own variable.
-            return !is_in_place(target, one.r_offset) ||
-                   refuse("what a variable begins with is not known");
+            // The driver puts it into its own variable.
+            const Place* place = place_at(target, one.r_offset);
+            if (place == nullptr) {
+                return true;
+            }
+            if (which_ != Which::plain || ELF64_ST_TYPE(symbol.st_info) != STT_FUNC ||
+                (type != kAddress && type != kKernel)) {
+                return refuse("what a variable begins with is not known");
+            }
+            to_.code_addresses_.push_back(
+                {place->name, target.offset + one.r_offset - place->offset});
+            return true;
         }
         Part part = Part::whole;
         uint64_t from = 0;
@@ -403,6 +413,7 @@ MovableCubin::MovableCubin(std::string cubin, Which which) : cubin_(std::move(cu
         places_.clear();
         fields_.clear();
         stored_.clear();
+        code_addresses_.clear();
     }
 }
 

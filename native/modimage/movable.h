@@ -5,7 +5,8 @@
 // driver resolves when it loads the cubin. Resolved here instead, to an address of the caller's,
 // and taken out of the cubin, it leads the kernels there: the driver still makes its own variables,
 // but nothing uses them. Constants (.nv.constant3) lie in a bank, which has no such references:
-// they stay the driver's.
+// they stay the driver's. Addresses of functions are known to the driver alone: it writes them into
+// its own copy of a variable, from where the caller copies them.
 //
 // Seen on an H200 with driver 580: an entry of such a table that says nothing (type 0) makes the
 // driver refuse the cubin (CUDA_ERROR_INVALID_IMAGE), a shorter table does not; nor does it take
@@ -55,8 +56,8 @@ class MovableCubin {
     // nothing. Throws nothing but std::bad_alloc.
     MovableCubin(std::string cubin, Which which);
 
-    // Why its variables cannot be elsewhere: a kind of relocation that is not known, an address of
-    // a function in a variable, plain ones of code that prints or asserts, not a cubin.
+    // Why its variables cannot be elsewhere: a kind of relocation that is not known, plain ones of
+    // code that prints or asserts, not a cubin.
     // Empty: they can. Else there are no places, and nothing below is of use.
     const std::string& why() const { return why_; }
     // What is to be had for all variables together: 0 where no section has any. No alignment is
@@ -68,6 +69,8 @@ class MovableCubin {
     // that is not zero.
     std::string cubin_at(uint64_t base) const;
     std::vector<Value> values_at(uint64_t base) const;
+    // Where addresses of functions are in them, which the values lack.
+    const std::vector<CodeAddress>& code_addresses() const { return code_addresses_; }
 
   private:
     class Reader;
@@ -92,6 +95,7 @@ class MovableCubin {
     std::vector<Place> places_;
     std::vector<Field> fields_;
     std::vector<Stored> stored_;
+    std::vector<CodeAddress> code_addresses_;
 };
 
 } // namespace flowgpu

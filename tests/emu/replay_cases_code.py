@@ -23,10 +23,11 @@ FUNCTIONS = b'''
     st.param.b64 [out], %rd2; ret;
 }
 .visible .global .align 8 .u64 rows[4] = {1, thrice, 2, plus};
+.visible .global .align 8 .u64 where = rows;
 .visible .entry use(.param .u64 p, .param .u64 row, .param .u64 x) {
     .reg .b64 %rd<10>;
     ld.param.u64 %rd1, [p]; ld.param.u64 %rd2, [row]; ld.param.u64 %rd3, [x];
-    mov.u64 %rd4, rows; shl.b64 %rd5, %rd2, 4; add.u64 %rd6, %rd4, %rd5;
+    ld.global.u64 %rd4, [where]; shl.b64 %rd5, %rd2, 4; add.u64 %rd6, %rd4, %rd5;
     ld.global.u64 %rd7, [%rd6]; add.u64 %rd7, %rd7, 10; st.global.u64 [%rd6], %rd7;
     ld.global.u64 %rd8, [%rd6+8];
     { .param .b64 value; .param .b64 result;
@@ -35,6 +36,11 @@ FUNCTIONS = b'''
     call (result), %rd8, (value), form;
     ld.param.b64 %rd9, [result]; }
     st.global.u64 [%rd1], %rd9; st.global.u64 [%rd1+8], %rd7; ret;
+}
+.visible .entry exchange() {
+    .reg .b64 %rd<3>;
+    ld.global.u64 %rd1, [rows+8]; ld.global.u64 %rd2, [rows+24];
+    st.global.u64 [rows+8], %rd2; st.global.u64 [rows+24], %rd1; ret;
 }
 ''' + bytes(1)
 def linked(text):
@@ -56,6 +62,7 @@ def used(use, row, x):
 CODE_CASES = (
     Case(
         # What was loaded before it is not there the next time, so its code comes to lie elsewhere.
+        # The library's variables stay the driver's.
         "addresses_of_functions",
         ("cuModuleLoadData", "cuLibraryLoadData"),
         f"""{_FUNCTIONS}
@@ -72,13 +79,22 @@ uses = [
 assert [used(use, 0, 7) for use in uses] == [[21, 11]] * 2
 for one in before:
     ok(cu.cuModuleUnload(one))
+other = ok(cu.cuModuleLoadData(linked(FUNCTIONS)))
+run(ok(cu.cuModuleGetFunction(other, b"exchange")), 1)
+other_use = ok(cu.cuModuleGetFunction(other, b"use"))
+place = int(ok(cu.cuModuleGetGlobal(other, b"rows"))[0])
 counted = {{}}
 def results(row):
     found = [used(use, row, 7) for use in uses]
     counted[row] = counted.get(row, 0) + 10
     return [[value, count - counted[row]] for value, count in found]
 """,
-        {"results(0)": [[21, 11]] * 2, "results(1)": [[12, 2]] * 2},
+        {
+            "results(0)": [[21, 11]] * 2,
+            "results(1)": [[12, 2]] * 2,
+            "[used(other_use, row, 7)[0] for row in (0, 1)]": [12, 21],
+            "int(ok(cu.cuModuleGetGlobal(other, b'rows'))[0]) == place": True,
+        },
     ),
     Case(
         "modules",

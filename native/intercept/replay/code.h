@@ -22,7 +22,9 @@ struct Block {
     CUdeviceptr start = 0; // 0: there is none
     const Object* context = nullptr;
     std::map<std::string, CUdeviceptr> places; // of the variables in it, by their names
-    void leave();                              // without freeing it
+    // Offsets of addresses of functions in them. The driver has those in its own copies.
+    std::map<std::string, std::vector<uint64_t>> code_addresses;
+    void leave(); // without freeing it
 };
 
 struct Code {
@@ -93,6 +95,10 @@ class CodeLock {
 bool move_variables(const void* handle);
 // A context ends: the variables in it do. The registry is locked.
 void forget_blocks_in(const Object* context);
+
+// Where the driver has put a variable of a module or library.
+CUresult variable_of(Kind kind, void* driver, const std::string& name, CUdeviceptr* address,
+                     size_t* bytes);
 
 Object& root_of(Object& object); // the module or library that code belongs to
 

@@ -103,6 +103,30 @@ bool fill(CUdeviceptr block, uint64_t zeros, const std::vector<MovableCubin::Val
     return filled;
 }
 
+// Copies the addresses of functions from the driver's variables to ours, in the same way.
+bool copy_code_addresses(const Code& code, Kind kind, void* driver) {
+    CUstream stream = nullptr;
+    if (code.plain.code_addresses.empty())
+        return true;
+    if (FG_DRIVER(cuStreamCreate)(&stream, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)
+        return false;
+    CUresult result = CUDA_SUCCESS;
+    for (const auto& [name, offsets] : code.plain.code_addresses) {
+        CUdeviceptr from = 0;
+        size_t bytes = 0;
+        if (result == CUDA_SUCCESS)
+            result = variable_of(kind, driver, name, &from, &bytes);
+        for (const uint64_t at : offsets)
+            if (result == CUDA_SUCCESS)
+                result = FG_DRIVER(cuMemcpyDtoDAsync_v2)(code.place_of(name) + at, from + at,
+                                                         sizeof(uint64_t), stream);
+    }
+    const bool copied =
+        FG_DRIVER(cuStreamSynchronize)(stream) == CUDA_SUCCESS && result == CUDA_SUCCESS;
+    FG_DRIVER(cuStreamDestroy_v2)(stream);
+    return copied;
+}
+
 CUresult allocate(const Code& code, Which which, CUdeviceptr* block, size_t bytes) {
     return which == Which::plain ? handle::cuMemAlloc_v2(block, bytes)
                                  : handle::allocate_managed(block, bytes, code.of_library);
@@ -133,6 +157,8 @@ bool make_block(Code& code, Which which) {
                 block.places[place.name] = base + place.offset;
                 address_map().put(Region{base + place.offset, place.bytes, MemoryKind::variable});
             }
+            for (const CodeAddress& one : cubin.code_addresses())
+                block.code_addresses[one.variable].push_back(one.offset);
             block.context = object_of(current_context());
             block.start = start;
             block.complete = true;
@@ -278,9 +304,13 @@ bool move(const std::vector<Object*>& family, bool plain) try {
     NewBlocks blocks(code, plain, managed);
     if (!blocks.any())
         return false;
-    const bool moved = exchange(family);
+    const bool exchanged = exchange(family);
+    const bool moved =
+        exchanged && copy_code_addresses(code, Kind::library, family[0]->slot->driver);
     if (!moved)
         blocks.give_up();
+    if (exchanged && !moved)
+        exchange(family);
     return moved;
 } catch (const std::bad_alloc&) { // before anything was changed
     return false;
@@ -292,9 +322,19 @@ void Block::leave() {
     for (const auto& [name, place] : places)
         address_map().remove(place, only(MemoryKind::variable));
     places.clear();
+    code_addresses.clear();
     start = 0;
     context = nullptr;
     complete = false;
+}
+
+CUresult variable_of(Kind kind, void* driver, const std::string& name, CUdeviceptr* address,
+                     size_t* bytes) {
+    return kind == Kind::module
+               ? FG_DRIVER(cuModuleGetGlobal_v2)(address, bytes, static_cast<CUmodule>(driver),
+                                                 name.c_str())
+               : FG_DRIVER(cuLibraryGetGlobal)(address, bytes, static_cast<CUlibrary>(driver),
+                                               name.c_str());
 }
 
 CUdeviceptr Code::place_of(const std::string& name) const {
@@ -361,7 +401,10 @@ void* load_moved(Code& code, Kind kind, void* made) {
     NewBlocks blocks(code, own, code.image.managed);
     if (!blocks.any())
         return made;
-    if (code.again(&moved) != CUDA_SUCCESS) {
+    const bool again = code.again(&moved) == CUDA_SUCCESS;
+    if (!again || !copy_code_addresses(code, kind, moved)) {
+        if (again)
+            unload(kind, moved);
         blocks.give_up();
         return made;
     }

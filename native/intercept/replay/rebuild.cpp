@@ -438,6 +438,8 @@ bool rebuild(char* detail, size_t bytes) {
 bool finish(char* detail, size_t bytes) {
     FirstFailure fail(detail, bytes);
     std::lock_guard<std::mutex> lock(registry().mutex);
+    if (!variables::finish(fail))
+        return false;
     // What an executable's nodes are called is known once all graphs are there.
     for (Kind kind : {Kind::graph, Kind::executable}) {
         for (const auto& [serial, object] : registry().objects) {

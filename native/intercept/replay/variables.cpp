@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <new>
 #include <set>
 
@@ -16,13 +18,32 @@ namespace {
 
 constexpr size_t kStagingBytes = size_t{4} << 20;
 
+uint64_t word_at(const std::vector<char>& bytes, uint64_t at) {
+    uint64_t word;
+    memcpy(&word, &bytes[at], sizeof word);
+    return word;
+}
+
 CUresult locate(const Object& module, const std::string& name, CUdeviceptr* address,
                 size_t* bytes) {
-    return module.kind == Kind::module
-               ? FG_DRIVER(cuModuleGetGlobal_v2)(address, bytes, module.driver<CUmodule>(),
-                                                 name.c_str())
-               : FG_DRIVER(cuLibraryGetGlobal)(address, bytes, module.driver<CUlibrary>(),
-                                               name.c_str());
+    return variable_of(module.kind, module.driver<void*>(), name, address, bytes);
+}
+
+// Of variables in memory of the program's: addresses of functions in the driver's last life, and
+// what they are in this one. The registry is locked, but for what helpers do at once.
+std::mutex new_code_mutex;
+std::map<uint64_t, uint64_t>& new_code() {
+    static auto* one = new std::map<uint64_t, uint64_t>; // calls come while static objects end
+    return *one;
+}
+
+// Offsets in a variable that is memory of the program's; null: it is the driver's, or has none.
+const std::vector<uint64_t>* moved_code(const Object& module, const Variable& variable) {
+    if (!module.code)
+        return nullptr;
+    const auto& all = module.code->plain.code_addresses;
+    const auto found = all.find(variable.name);
+    return found == all.end() ? nullptr : &found->second;
 }
 
 // Where variables may have changed: a library is loaded into a context when something of it is
@@ -135,7 +156,8 @@ bool keep_module(Object& module, const Used& used, Reads& reads, FirstFailure& f
         for (Variable& variable : module.variables) {
             CUdeviceptr address = 0;
             size_t bytes = 0;
-            if (module.code && module.code->place_of(variable.name))
+            if (module.code && module.code->place_of(variable.name) &&
+                !moved_code(module, variable))
                 continue; // memory of the program's
             if (is_as_loaded(module, variable))
                 continue;
@@ -184,6 +206,28 @@ CUresult write_value(const Variable& variable, const std::vector<char>& kept, CU
     return result;
 }
 
+// The driver's own copy of a variable has its functions' addresses of before, and has them anew.
+CUresult note_code(const std::vector<uint64_t>& offsets, const std::vector<char>& kept,
+                   CUdeviceptr address) {
+    std::vector<char> loaded(kept.size());
+    const CUresult result = FG_DRIVER(cuMemcpyDtoH_v2)(loaded.data(), address, loaded.size());
+    std::lock_guard<std::mutex> lock(new_code_mutex);
+    for (const uint64_t at : offsets)
+        if (result == CUDA_SUCCESS && at + sizeof(uint64_t) <= kept.size())
+            new_code()[word_at(kept, at)] = word_at(loaded, at);
+    return result;
+}
+
+// What the program has there may be another function than the variable began with.
+CUresult renew_code(CUdeviceptr place) {
+    uint64_t word = 0;
+    CUresult result = FG_DRIVER(cuMemcpyDtoH_v2)(&word, place, sizeof word);
+    const auto found = new_code().find(word);
+    if (result == CUDA_SUCCESS && found != new_code().end() && found->second != word)
+        result = FG_DRIVER(cuMemcpyHtoD_v2)(place, &found->second, sizeof word);
+    return result;
+}
+
 bool write_module(Object& module, FirstFailure& fail) {
     for (Variable& variable : module.variables) {
         for (const Variable::Instance& kept : variable.instances) {
@@ -194,8 +238,11 @@ bool write_module(Object& module, FirstFailure& fail) {
                 result = locate(module, variable.name, &address, &bytes);
             if (result == CUDA_SUCCESS && bytes != kept.bytes.size())
                 return fail("variable " + variable.name + " has another size now");
-            if (result == CUDA_SUCCESS)
-                result = write_value(variable, kept.bytes, address);
+            if (result == CUDA_SUCCESS) {
+                const std::vector<uint64_t>* moved = moved_code(module, variable);
+                result = moved ? note_code(*moved, kept.bytes, address)
+                               : write_value(variable, kept.bytes, address);
+            }
             if (result != CUDA_SUCCESS)
                 return fail("writing variable " + variable.name, result);
         }
@@ -252,6 +299,26 @@ bool write(FirstFailure& fail) {
     });
     helpers.wait_for_all();
     return written.load();
+}
+
+bool finish(FirstFailure& fail) {
+    if (new_code().empty())
+        return true;
+    for (const auto& [serial, object] : registry().objects) {
+        if (!object->code || object->parent)
+            continue;
+        const Block& block = object->code->plain;
+        CUresult result = block.code_addresses.empty() ? CUDA_SUCCESS : use(block.context);
+        for (const auto& [name, offsets] : block.code_addresses)
+            for (const uint64_t at : offsets)
+                if (result == CUDA_SUCCESS)
+                    result = renew_code(block.places.at(name) + at);
+        FG_DRIVER(cuCtxSetCurrent)(nullptr);
+        if (result != CUDA_SUCCESS)
+            return fail("writing addresses of functions", result);
+    }
+    new_code().clear();
+    return true;
 }
 
 } // namespace flowgpu::replay::variables

@@ -11,6 +11,9 @@ bool keep(FirstFailure& fail);
 void forget();
 // Writes what was kept, and finds the constants of which the program has addresses.
 bool write(FirstFailure& fail);
+// The program's memory is back: the addresses of functions in its variables become the present
+// ones.
+bool finish(FirstFailure& fail);
 
 } // namespace flowgpu::replay::variables
 
