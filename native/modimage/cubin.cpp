@@ -142,7 +142,7 @@ class Cubin {
                       [](const Span& a, const Span& b) { return a.start < b.start; });
         }
         for (uint64_t i = 1; i < count_; ++i) {
-            read_relocations(storage_[i].header, &variables->code_addresses);
+            read_relocations(storage_[i].header, &variables->addresses);
         }
         // Code reaches variables by relocations alone, and what none leads to is as it was loaded:
         // NCCL 2.32 has tables without a name that none of its code uses any more.
@@ -154,7 +154,7 @@ class Cubin {
         return true;
     }
 
-    void read_relocations(const Elf64_Shdr& table, std::vector<CodeAddress>* found) {
+    void read_relocations(const Elf64_Shdr& table, std::vector<AddressField>* found) {
         const uint64_t entry = table.sh_type == SHT_RELA  ? sizeof(Elf64_Rela)
                                : table.sh_type == SHT_REL ? sizeof(Elf64_Rel)
                                                           : 0;
@@ -174,22 +174,24 @@ class Cubin {
                                                 ELF64_R_SYM(one.r_info) * sizeof(Elf64_Sym));
             const auto type = ELF64_ST_TYPE(symbol.st_info);
             const bool whole = type == STT_SECTION && symbol.st_shndx < count_;
-            const bool code = whole && storage_[symbol.st_shndx].header.sh_flags & SHF_EXECINSTR;
+            const bool code =
+                type == STT_FUNC ||
+                (whole && (storage_[symbol.st_shndx].header.sh_flags & SHF_EXECINSTR) != 0);
             if (whole) {
                 storage_[symbol.st_shndx].reached_as_whole = true;
             }
-            if ((code || type == STT_FUNC) && table.sh_info < count_) {
-                add_code_address(storage_[table.sh_info].named, one.r_offset, found);
+            if (table.sh_info < count_) {
+                add_address(storage_[table.sh_info].named, one.r_offset, code, found);
             }
         }
     }
 
-    static void add_code_address(const std::vector<Span>& named, uint64_t offset,
-                                 std::vector<CodeAddress>* found) {
+    static void add_address(const std::vector<Span>& named, uint64_t offset, bool code,
+                            std::vector<AddressField>* found) {
         auto one = std::upper_bound(named.begin(), named.end(), offset,
                                     [](uint64_t at, const Span& span) { return at < span.start; });
         if (one != named.begin() && offset < (--one)->end) {
-            found->push_back({std::string(one->name), offset - one->start});
+            found->push_back({std::string(one->name), offset - one->start, code});
         }
     }
 

@@ -13,7 +13,7 @@ namespace flowgpu {
 struct Variables {
     std::vector<std::string> names;
     std::vector<std::string> constants; // those of them in .const
-    std::vector<CodeAddress> code_addresses;
+    std::vector<AddressField> addresses;
     bool by_address_alone = true; // modimage.h
     bool heap = false;            // modimage.h
     bool managed = false;         // modimage.h

@@ -48,7 +48,7 @@ class Reader {
         }
         result.variables = sorted(std::move(found_.names));
         result.constants = sorted(std::move(found_.constants));
-        result.code_addresses = sorted(std::move(found_.code_addresses));
+        result.addresses = sorted(std::move(found_.addresses));
         result.known = result.why.empty();
         result.by_address_alone = result.known && found_.by_address_alone;
         result.heap = found_.heap;

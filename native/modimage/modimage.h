@@ -23,18 +23,18 @@
 
 namespace flowgpu {
 
-// Where a variable's first value has the address of a function. The driver writes it there when it
-// loads the code, and loaded again the function may lie elsewhere.
-struct CodeAddress {
+// Where a variable's first value has an address. The driver writes it there when it loads the code,
+// and loaded again a function or variable may lie elsewhere.
+struct AddressField {
     std::string variable;
     uint64_t offset; // in the variable; the address has 8 bytes
+    bool code;       // of a function
 
-    bool operator<(const CodeAddress& other) const {
-        return std::tie(variable, offset) < std::tie(other.variable, other.offset);
-    }
-    bool operator==(const CodeAddress& other) const {
-        return variable == other.variable && offset == other.offset;
-    }
+    bool operator<(const AddressField& other) const { return all() < other.all(); }
+    bool operator==(const AddressField& other) const { return all() == other.all(); }
+
+  private:
+    std::tuple<const std::string&, uint64_t, bool> all() const { return {variable, offset, code}; }
 };
 
 struct ModuleImage {
@@ -51,9 +51,8 @@ struct ModuleImage {
     std::vector<std::string> variables;
     // Those of them that are in .const, in any entry of a fat binary.
     std::vector<std::string> constants;
-    // Sorted, those of every cubin. PTX has none: compiled as a whole program, it calls functions
-    // by their numbers in a table of the kernel.
-    std::vector<CodeAddress> code_addresses;
+    // Sorted, those of every cubin.
+    std::vector<AddressField> addresses;
     // There is no code, in any entry, and no variable is made with an address in it: whoever has
     // not asked the driver for a variable's address can neither read nor write it.
     bool by_address_alone = false;

@@ -370,7 +370,7 @@ class MovableCubin::Reader {
                 return refuse("what a variable begins with is not known");
             }
             to_.code_addresses_.push_back(
-                {place->name, target.offset + one.r_offset - place->offset});
+                {place->name, target.offset + one.r_offset - place->offset, true});
             return true;
         }
         Part part = Part::whole;

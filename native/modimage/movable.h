@@ -70,7 +70,7 @@ class MovableCubin {
     std::string cubin_at(uint64_t base) const;
     std::vector<Value> values_at(uint64_t base) const;
     // Where addresses of functions are in them, which the values lack.
-    const std::vector<CodeAddress>& code_addresses() const { return code_addresses_; }
+    const std::vector<AddressField>& code_addresses() const { return code_addresses_; }
 
   private:
     class Reader;
@@ -95,7 +95,7 @@ class MovableCubin {
     std::vector<Place> places_;
     std::vector<Field> fields_;
     std::vector<Stored> stored_;
-    std::vector<CodeAddress> code_addresses_;
+    std::vector<AddressField> code_addresses_;
 };
 
 } // namespace flowgpu

@@ -4,7 +4,8 @@
 // Input, again and again: what (0: move; 1: choose; 2: choose behind a wrapper that names the image
 // as a relocatable part as well; 3: move managed variables), two numbers, 64 bits each (move: two
 // bases; choose: major and minor), 64 bits of size, bytes. Output, texts in hexadecimal digits:
-// move: a line with why, bytes, and of each place name, offset and size; and for each base one with
+// move: a line with why, bytes, of each place name, offset and size, | and of each address of a
+// function name and offset; and for each base one with
 // the cubin, the contents, whether the cubin is known as an image, and its variables.
 // choose: a line with form, why, and the code.
 #include "movable.h"
@@ -47,6 +48,12 @@ void move(std::string_view code, Which which, const uint64_t (&bases)[2]) {
         std::printf(" ");
         print_hex(place.name);
         std::printf(" %" PRIu64 " %" PRIu64, place.offset, place.bytes);
+    }
+    std::printf(" |");
+    for (const auto& one : cubin.code_addresses()) {
+        std::printf(" ");
+        print_hex(one.variable);
+        std::printf(" %" PRIu64, one.offset);
     }
     std::printf("\n");
     for (const uint64_t base : bases) {

@@ -5,8 +5,8 @@
 // behind a wrapper of version 1 and 2) and the number of parts, 32 bits each, then each part: 64
 // bits of size, bytes. Output: a line an image, and one of its copy for the three without a limit:
 // known, by address alone, heap, managed, length, number of further containers, why, | and names of
-// variables, | and those of constants, | and those that have addresses of functions, each with its
-// offset behind it; the texts in hexadecimal digits.
+// variables, | and those of constants, | and those that have addresses, each with its offset
+// and 1 for that of a function behind it; the texts in hexadecimal digits.
 #include "modimage.h"
 
 #include <cinttypes>
@@ -45,10 +45,10 @@ void print(const ModuleImage& image) {
         }
     }
     std::printf(" |");
-    for (const flowgpu::CodeAddress& one : image.code_addresses) {
+    for (const flowgpu::AddressField& one : image.addresses) {
         std::printf(" ");
         print_hex(one.variable);
-        std::printf(" %" PRIu64, one.offset);
+        std::printf(" %" PRIu64 " %d", one.offset, one.code);
     }
     std::printf("\n");
     std::fflush(stdout);

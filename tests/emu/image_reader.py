@@ -32,7 +32,7 @@ class Image:
     why: str
     variables: tuple[str, ...]
     constants: tuple[str, ...]
-    code_addresses: tuple[tuple[str, int], ...]
+    addresses: tuple[tuple[str, int, bool], ...]
 
 
 def build(folder: Path, program: str = "test_read") -> Path:
@@ -122,8 +122,8 @@ class Reader(Program):
             tuple(_text(name) for name in names[:middle]),
             tuple(_text(name) for name in names[middle + 1 : last]),
             tuple(
-                (_text(name), int(at))
-                for name, at in zip(addresses[::2], addresses[1::2], strict=True)
+                (_text(name), int(at), code == "1")
+                for name, at, code in zip(*(addresses[i::3] for i in range(3)), strict=True)
             ),
         )
 

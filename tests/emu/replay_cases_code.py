@@ -59,7 +59,41 @@ def used(use, row, x):
     return [int(found[0]), int(found[2])]
 """
 
+# Objects in memory of the program's lead to tables of functions among the module's variables.
+_VIRTUAL = """
+from cuda.bindings import nvrtc
+from tests.emu.cuda_source import compile_program
+program = compile_program('''
+struct Base { __device__ virtual long value(long x) = 0; };
+struct Thrice : Base { __device__ long value(long x) override { return 3 * x; } };
+struct Plus : Base { __device__ long value(long x) override { return x + 5; } };
+extern "C" __global__ void make(void* place, long which) {
+    if (which) new (place) Plus; else new (place) Thrice;
+}
+extern "C" __global__ void ask(long* out, Base* of, long x) { out[0] = of->value(x); out[1] = 1; }
+''', "compute_80", ("-rdc=true",))
+_, size = nvrtc.nvrtcGetPTXSize(program)
+text = b" " * size
+nvrtc.nvrtcGetPTX(program, text)
+"""
+
 CODE_CASES = (
+    Case(
+        "virtual_functions",
+        ("cuModuleLoadData",),
+        f"""{_FUNCTIONS}{_VIRTUAL}
+before = [ok(cu.cuModuleLoadData(linked(FUNCTIONS))) for _ in range(8)]
+module = ok(cu.cuModuleLoadData(linked(text)))
+make, ask = (ok(cu.cuModuleGetFunction(module, name)) for name in (b"make", b"ask"))
+places = [int(ok(cu.cuMemAlloc(16))) for _ in range(2)]
+for which, place in enumerate(places):
+    run(make, 1, place, which)
+assert [used(ask, place, 7)[0] for place in places] == [21, 12]
+for one in before:
+    ok(cu.cuModuleUnload(one))
+""",
+        {"[used(ask, place, 7)[0] for place in places]": [21, 12]},
+    ),
     Case(
         # What was loaded before it is not there the next time, so its code comes to lie elsewhere.
         # The library's variables stay the driver's.

@@ -243,16 +243,13 @@ extern "C" __global__ void k(int* o, int i) { *o = table[i].function(*other); }
 
 @pytest.mark.parametrize("architecture", [75, 80, 90])
 @pytest.mark.parametrize("option", ["-G", "-rdc=true"])
-def test_a_cubin_tells_where_addresses_of_functions_are(
-    reader: Reader, architecture: int, option: str
-) -> None:
+def test_a_cubin_tells_where_addresses_are(reader: Reader, architecture: int, option: str) -> None:
     found = reader.read(image(POINTERS, "cubin", architecture, option))
-    assert found.code_addresses == (("table", 8), ("table", 40))
+    assert found.addresses == (("other", 0, False), ("table", 8, True), ("table", 40, True))
 
 
 def test_a_program_compiled_as_a_whole_has_no_addresses_of_functions(reader: Reader) -> None:
-    assert reader.read(image(POINTERS, "cubin", 90)).code_addresses == ()
-    assert reader.read(image(POINTERS, "ptx", 90)).code_addresses == ()
+    assert reader.read(image(POINTERS, "cubin", 90)).addresses == (("other", 0, False),)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ class Movable:
     size: int
     places: tuple[tuple[str, int, int], ...]
     at: tuple[Moved, Moved]
+    code_addresses: tuple[tuple[str, int], ...]
 
 
 def _text(digits: str) -> str:
@@ -83,7 +84,8 @@ class Mover(Program):
         self, code: bytes, bases: tuple[int, int] = BASES, *, managed: bool = False
     ) -> Movable:
         self._send(3 if managed else 0, *bases, code)
-        why, size, *rest = self.line()
+        why, size, *words = self.line()
+        rest, code = words[: words.index("|")], words[words.index("|") + 1 :]
         names = [_text(name) for name in rest[::3]]
         places = tuple(zip(names, map(int, rest[1::3]), map(int, rest[2::3]), strict=True))
         moved = []
@@ -93,7 +95,8 @@ class Mover(Program):
             moved.append(
                 Moved(bytes.fromhex(cubin), bytes.fromhex(contents), known == "1", frozenset(found))
             )
-        return Movable(_text(why), int(size), places, (moved[0], moved[1]))
+        addresses = tuple(zip(map(_text, code[::2]), map(int, code[1::2]), strict=True))
+        return Movable(_text(why), int(size), places, (moved[0], moved[1]), addresses)
 
     def choose(
         self, code: bytes, major: int, minor: int, *, linked: bool = False
@@ -311,16 +314,19 @@ def test_functions_that_kernels_call_by_address_stay(mover: Mover) -> None:
 
 # Without -G the value is a number in a table of the kernel's own (.nv.constant2).
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_an_address_of_a_function_in_a_variable_cannot_be_known(
+def test_an_address_of_a_function_in_a_variable_is_the_drivers_to_tell(
     mover: Mover, architecture: int
 ) -> None:
-    assert mover.move(image(FUNCTION, "cubin", architecture)).why == ""
-    _refused(
-        mover,
-        image(FUNCTION, "cubin", architecture, "-G"),
-        f"cubin: relocation of type 2 in .rel{'a' if architecture == 90 else ''}.nv.global.init: "
-        "what a variable begins with is not known",
-    )
+    assert mover.move(image(FUNCTION, "cubin", architecture)).code_addresses == ()
+    source = FUNCTION + "__device__ int (*table[3])(int) = {nullptr, f, f};"
+    source += 'extern "C" __global__ void uses(int* o) { *o = table[*o](*o); }'
+    cubin = Linked(image(source, "cubin", architecture, "-G"))
+    movable = mover.move(bytes(cubin.code))
+    assert movable.why == ""
+    assert sorted(movable.code_addresses) == [("pointer", 0), ("table", 8), ("table", 16)]
+    # The driver fills its own variables as before.
+    name = f".rel{'a' if architecture == 90 else ''}.nv.global.init"
+    assert Linked(movable.at[0].code).contents(name) == cubin.contents(name)
 
 
 def _refused(mover: Mover, code: bytes, why: str) -> None:

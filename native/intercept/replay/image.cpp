@@ -52,12 +52,12 @@ Image Image::of_memory(const void* image) {
         kept.why = "from an image that cannot be kept: " + read.why;
         return kept;
     }
-    auto next = read.code_addresses.begin(); // both are sorted by name
+    auto next = read.addresses.begin(); // both are sorted by name
     for (const std::string& name : read.variables) {
         Variable& variable = kept.variables.emplace_back();
         variable.name = name;
-        for (; next != read.code_addresses.end() && next->variable == name; ++next)
-            variable.code_addresses.push_back(next->offset);
+        for (; next != read.addresses.end() && next->variable == name; ++next)
+            variable.addresses.push_back({next->offset, next->code});
     }
     kept.constants = read.constants;
     kept.by_address_alone = read.by_address_alone;

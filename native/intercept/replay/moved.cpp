@@ -157,7 +157,7 @@ bool make_block(Code& code, Which which) {
                 block.places[place.name] = base + place.offset;
                 address_map().put(Region{base + place.offset, place.bytes, MemoryKind::variable});
             }
-            for (const CodeAddress& one : cubin.code_addresses())
+            for (const AddressField& one : cubin.code_addresses())
                 block.code_addresses[one.variable].push_back(one.offset);
             block.context = object_of(current_context());
             block.start = start;

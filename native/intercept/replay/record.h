@@ -39,11 +39,17 @@ struct Alias {
 // A variable of a module and its bytes while the driver is away.
 struct Variable {
     std::string name;
-    bool asked = false;                   // the program has the driver's address of it
-    std::vector<uint64_t> code_addresses; // their offsets in it, sorted (modimage.h)
+    bool asked = false; // the program has the driver's address of it
+    struct Address {
+        uint64_t offset;
+        bool code; // of a function
+    };
+    std::vector<Address> addresses; // with which it begins, sorted (modimage.h)
     struct Instance {
         Object* context;
-        std::vector<char> bytes;
+        CUdeviceptr address;
+        size_t size;
+        std::vector<char> bytes; // empty: it is as it was loaded
     };
     std::vector<Instance> instances;
     // The program has these addresses of our memory in the variable's place, one a context.

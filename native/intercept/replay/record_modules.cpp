@@ -144,6 +144,11 @@ CUdeviceptr copy_of(CUdeviceptr address, size_t bytes, bool of_library) {
     return 0;
 }
 
+bool has_code_address(const Variable& variable) {
+    return std::any_of(variable.addresses.begin(), variable.addresses.end(),
+                       [](const Variable::Address& one) { return one.code; });
+}
+
 // The driver puts variables elsewhere in its next life. Where nothing leads to them but the address
 // that the program is about to get, memory of ours that stands in for one does as well, and stays.
 // Else kernels have been led to memory of ours, too (moved.cpp), and what is left is an alias
@@ -165,7 +170,7 @@ CUdeviceptr lasting_address(const void* owner, const char* name, CUdeviceptr add
         alone = object.code && object.code->image.by_address_alone;
         // Addresses of functions that the program reads from it would not last.
         possible = !variable.asked && context && bytes && !task().captures.load() &&
-                   variable.code_addresses.empty() &&
+                   !has_code_address(variable) &&
                    (object.kind == Kind::library || object.context == context);
     };
     with_variable(owner, name, look);

@@ -29,8 +29,8 @@ CUresult locate(const Object& module, const std::string& name, CUdeviceptr* addr
     return variable_of(module.kind, module.driver<void*>(), name, address, bytes);
 }
 
-// Of variables in memory of the program's: addresses of functions in the driver's last life, and
-// what they are in this one. The registry is locked, but for what helpers do at once.
+// Addresses of functions in the driver's last life, and what they are in this one: what variables
+// in memory of the program's have is exchanged once that is back. Helpers add to it at once.
 std::mutex new_code_mutex;
 std::map<uint64_t, uint64_t>& new_code() {
     static auto* one = new std::map<uint64_t, uint64_t>; // calls come while static objects end
@@ -151,15 +151,19 @@ class Reads {
 bool keep_module(Object& module, const Used& used, Reads& reads, FirstFailure& fail) {
     if (module.variables.empty())
         return true;
+    const bool any_addresses =
+        std::any_of(module.variables.begin(), module.variables.end(),
+                    [](const Variable& variable) { return !variable.addresses.empty(); });
     for (Object* context : used.contexts_of(module)) {
         CUresult result = use(context);
         for (Variable& variable : module.variables) {
             CUdeviceptr address = 0;
             size_t bytes = 0;
+            const bool as_loaded = is_as_loaded(module, variable);
             if (module.code && module.code->place_of(variable.name) &&
                 !moved_code(module, variable))
                 continue; // memory of the program's
-            if (is_as_loaded(module, variable))
+            if (as_loaded && !any_addresses)
                 continue;
             if (result == CUDA_SUCCESS)
                 result = locate(module, variable.name, &address, &bytes);
@@ -167,7 +171,8 @@ bool keep_module(Object& module, const Used& used, Reads& reads, FirstFailure& f
                 result = CUDA_SUCCESS;
                 continue;
             }
-            variable.instances.push_back({context, std::vector<char>(bytes)});
+            variable.instances.push_back(
+                {context, address, bytes, std::vector<char>(as_loaded ? 0 : bytes)});
             if (result == CUDA_SUCCESS)
                 result = reads.add(context, address, &variable.instances.back().bytes);
             if (result != CUDA_SUCCESS)
@@ -187,22 +192,42 @@ bool keep_all(FirstFailure& fail) {
     return result == CUDA_SUCCESS || fail("reading variables", result);
 }
 
-// Writes what was kept, but not over addresses of functions: those that the driver has just written
-// are right, and the kept ones were in its last life.
-CUresult write_value(const Variable& variable, const std::vector<char>& kept, CUdeviceptr address) {
+// Where a module's variable was in a context, and is now.
+struct Exchange {
+    const Object* context;
+    CUdeviceptr before;
+    size_t bytes;
+    CUdeviceptr now;
+};
+
+// Writes what was kept. Addresses of variables become the present ones; addresses of functions are
+// left as the driver has just written them, since the kept ones are of its last life.
+CUresult write_value(const Variable& variable, const Variable::Instance& kept,
+                     const std::vector<Exchange>& all, CUdeviceptr address) {
+    std::vector<char> bytes = kept.bytes;
     CUresult result = CUDA_SUCCESS;
     size_t from = 0;
     auto write_until = [&](size_t end) {
         if (result == CUDA_SUCCESS && from < end)
-            result = FG_DRIVER(cuMemcpyHtoD_v2)(address + from, kept.data() + from, end - from);
+            result = FG_DRIVER(cuMemcpyHtoD_v2)(address + from, bytes.data() + from, end - from);
     };
-    for (const uint64_t at : variable.code_addresses) {
-        if (at >= kept.size())
+    for (const Variable::Address& one : variable.addresses) {
+        if (one.offset + sizeof(uint64_t) > bytes.size())
             break; // it is in code for another GPU
-        write_until(at);
-        from = at + sizeof(uint64_t);
+        if (one.code) {
+            write_until(one.offset);
+            from = one.offset + sizeof(uint64_t);
+            continue;
+        }
+        uint64_t word = word_at(bytes, one.offset);
+        for (const Exchange& other : all)
+            if (other.context == kept.context && word - other.before < other.bytes) {
+                word += other.now - other.before;
+                break;
+            }
+        memcpy(&bytes[one.offset], &word, sizeof word);
     }
-    write_until(kept.size());
+    write_until(bytes.size());
     return result;
 }
 
@@ -229,20 +254,32 @@ CUresult renew_code(CUdeviceptr place) {
 }
 
 bool write_module(Object& module, FirstFailure& fail) {
-    for (Variable& variable : module.variables) {
+    std::vector<Exchange> all;
+    for (const Variable& variable : module.variables) {
         for (const Variable::Instance& kept : variable.instances) {
             CUdeviceptr address = 0;
             size_t bytes = 0;
             CUresult result = use(kept.context);
             if (result == CUDA_SUCCESS)
                 result = locate(module, variable.name, &address, &bytes);
-            if (result == CUDA_SUCCESS && bytes != kept.bytes.size())
+            if (result != CUDA_SUCCESS)
+                return fail("finding variable " + variable.name, result);
+            if (bytes != kept.size)
                 return fail("variable " + variable.name + " has another size now");
-            if (result == CUDA_SUCCESS) {
-                const std::vector<uint64_t>* moved = moved_code(module, variable);
+            all.push_back({kept.context, kept.address, bytes, address});
+        }
+    }
+    auto one = all.begin();
+    for (const Variable& variable : module.variables) {
+        const std::vector<uint64_t>* moved = moved_code(module, variable);
+        for (const Variable::Instance& kept : variable.instances) {
+            const CUdeviceptr address = (one++)->now;
+            if (kept.bytes.empty())
+                continue;
+            CUresult result = use(kept.context);
+            if (result == CUDA_SUCCESS)
                 result = moved ? note_code(*moved, kept.bytes, address)
-                               : write_value(variable, kept.bytes, address);
-            }
+                               : write_value(variable, kept, all, address);
             if (result != CUDA_SUCCESS)
                 return fail("writing variable " + variable.name, result);
         }
