@@ -79,13 +79,15 @@ LANES = ["emulated", pytest.param("nvidia", marks=pytest.mark.gpu)]
 
 
 @contextmanager
-def task_on(lane: GpuKind, folder: Path, devices: int = 1, replay: bool = True) -> Iterator[Task]:
+def task_on(
+    lane: GpuKind, folder: Path, devices: int = 1, replay: bool = True, **device: str
+) -> Iterator[Task]:
     libcuda = choose_driver(lane).libcuda
     with (
         seeing(lane, devices),
-        lib.job(folder, replay, libcuda, DEVICES=str(devices)) as (_, program, connection),
+        lib.job(folder, replay, libcuda, DEVICES=str(devices), **device) as (_, program, channel),
     ):
-        yield Task(program, connection)
+        yield Task(program, channel)
     if lane == "emulated":
         nothing_is_left(folder / "device.log")  # of any of its lives
 
@@ -399,10 +401,14 @@ own = [int(ok(cu.cuMemAddressReserve(size << 20, 0, 0, 0))) for size in (2, 10, 
     task.do("[ok(cu.cuMemAddressFree(a, s << 20)) for a, s in zip(own, (2, 10, 2))]")
 
 
-def test_reservations_come_back_where_the_driver_has_room_elsewhere(task: Task) -> None:
+@pytest.mark.parametrize("lane", LANES)
+def test_reservations_come_back_where_the_driver_has_room_elsewhere(
+    lane: GpuKind, tmp_path: Path
+) -> None:
     # It looks for room in ranges that it has before it follows a wish, and takes the first.
-    task.do(
-        """
+    with task_on(lane, tmp_path, ROOM="128") as task:
+        task.do(
+            """
 own = [int(ok(cu.cuMemAddressReserve(32 << 20, 0, 0, 0))) for _ in range(3)]
 ok(cu.cuMemAddressFree(own.pop(0), 32 << 20))
 for address in own:
@@ -411,10 +417,10 @@ for address in own:
     ok(allow(address, 2 << 20))
     ok(cu.cuMemsetD32(address, address >> 20, 2))
 """
-    )
-    for _ in range(2):
-        task.checkpoint()
-        assert task.do("[int(download(a, 1)[0]) == a >> 20 for a in own]") == [True, True]
+        )
+        for _ in range(2):
+            task.checkpoint()
+            assert task.do("[int(download(a, 1)[0]) == a >> 20 for a in own]") == [True, True]
 
 
 def test_each_thread_finds_its_stack_of_contexts(task: Task) -> None:

@@ -351,7 +351,7 @@ namespace {
 // Where the driver has its pools and packs small reservations (docs/design/hardware-notes.md).
 constexpr uint64_t kFirstPlace = 0x302000000;
 constexpr int kPlacesTried = 256;
-constexpr uint64_t kOwnRange = 128 << 20, kOwnMemory = 8 << 20;
+constexpr uint64_t kOwnMemory = 8 << 20;
 
 void* reserve_place(uint64_t size) {
     for (int i = 0; i < kPlacesTried; i++) {
@@ -399,12 +399,15 @@ void* reserve_small(size_t size, size_t alignment) {
 }
 
 bool reserve_own_range() {
+    const char* room = std::getenv("FLOWGPU_EMU_ROOM");
     auto& p = process();
     std::lock_guard lock(p.mutex);
-    if (p.own_range == 0) {
-        p.own_range = reinterpret_cast<uint64_t>(reserve_addresses(kOwnRange, kPlaces, 0));
-        p.in_own_range[p.own_range] = p.own_range + kOwnMemory;
+    if (room == nullptr || p.own_range != 0) {
+        return true;
     }
+    p.own_bytes = std::strtoull(room, nullptr, 10) << 20;
+    p.own_range = reinterpret_cast<uint64_t>(reserve_addresses(p.own_bytes, kPlaces, 0));
+    p.in_own_range[p.own_range] = p.own_range + kOwnMemory;
     return p.own_range != 0;
 }
 
@@ -413,7 +416,7 @@ void* reserve_large(size_t size, size_t alignment, uint64_t hint) {
     auto& p = process();
     std::lock_guard lock(p.mutex);
     if (p.own_range != 0) {
-        if (const uint64_t at = gap_in(p.in_own_range, p.own_range, size, alignment, kOwnRange)) {
+        if (const uint64_t at = gap_in(p.in_own_range, p.own_range, size, alignment, p.own_bytes)) {
             p.in_own_range[at] = at + size;
             return reinterpret_cast<void*>(at);
         }

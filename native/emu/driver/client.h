@@ -111,7 +111,7 @@ struct Process {
     std::vector<std::pair<uint64_t, uint64_t>> taken;    // address ranges, at cuInit: start, end
     std::vector<uint64_t> pieces;                        // with small reservations
     std::map<uint64_t, uint64_t> small;                  // those: start, end
-    uint64_t own_range = 0;                              // of the driver's; 0: no context yet
+    uint64_t own_range = 0, own_bytes = 0;               // of the driver's; 0: there is none
     std::map<uint64_t, uint64_t> in_own_range;           // start, end
     std::mutex managed_mutex;                            // for what follows; taken before the other
     int managed_file = -1;                               // as long as there are regions
@@ -277,8 +277,9 @@ void* reserve_addresses(size_t size, size_t alignment, uint64_t hint);
 // The same of less than a place, packed together with others. No wish is fulfilled: a real driver
 // fulfils one only within a range of its own.
 void* reserve_small(size_t size, size_t alignment);
-// A range that a process's first context reserves. The driver has memory of its own at its
-// beginning, and looks for room there for what is reserved, before it follows a wish.
+// The range that a process's first context reserves if FLOWGPU_EMU_ROOM says so. The driver has
+// memory of its own at its beginning, and looks for room there before it follows a wish, as a real
+// one may.
 bool reserve_own_range();
 // The same of a place or more, in whole places. Small ones are packed into what is left of the
 // last.
