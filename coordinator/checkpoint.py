@@ -153,9 +153,9 @@ class Checkpoint(Pause):
         if size:
             if self._plan.recopies:
                 self._copy_before(gpus)
-            self._unless_full(lambda: self._copy.prepare(group.most_bytes(), gpus))
+            self._prepare_copy(gpus)
             if self._plan.holds:
-                fits = self._copy.prepare_to_hold(group.most_bytes())
+                fits = self._copy.prepare_to_hold()
                 group.drain(fits)
                 if not fits:
                     self._refuse_cow("the GPU has no room for a copy of what is in use")
@@ -165,10 +165,10 @@ class Checkpoint(Pause):
             self._refuse_cow(self._cpu.pages.why_not_early)
         self._find_why_taken()
         self._reached(Barrier.PREPARE)  # each node waits for its own low point
-        self._find_low()
         self._cpu.pages.again(shared.left(POPULATE_SECONDS))
         if size and self._plan.recopies and not self._plan.late:
             self._copy.copy_before(group.active_about, gpus, passes=1)
+        self._find_low()  # last: it passes
 
     def _look(self) -> int:
         """Refuse by name what CRIU would fail at, and begin an image; gives the bytes of files that
@@ -205,7 +205,7 @@ class Checkpoint(Pause):
             if not several or self._plan.recopies or "dedup" not in self._options.reductions:
                 raise
         found: list[int] = []
-        self._unless_full(lambda: found.append(self._copy.expect(size)))
+        self._unless_full(lambda: found.append(self._copy.expect()))
         # What is in use changes until all stands still.
         spared = max(size - self._copy.linked_bytes - sum(found) * 5 // 4, 0) if found else 0
         self._shared.image.need(needed - spared, self._job.name)

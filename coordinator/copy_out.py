@@ -36,8 +36,6 @@ from flowgpu.wire import Fault
 log = logging.getLogger(__name__)
 
 POPULATE_SECONDS = 30.0
-HOLD_MARGIN = 256 << 20
-"""Bytes that the job may have more in use, when it is stopped, than was expected."""
 CANCEL_SECONDS = 10.0
 USUAL_MARGIN = 2
 MOST_PASSES = 5
@@ -84,10 +82,11 @@ class CopyOut:
         if self.linked_bytes:
             Linked(self._shared.image.path).settle([], 1, 0)
 
-    def prepare(self, most: int, gpus: int) -> None:
+    def prepare(self, active: str | None, in_use: int, gpus: int) -> None:
         """Let the ghost make what it needs, while the job runs.
 
-        `most`: bytes that will be stored at most; `gpus`: how many the tasks use.
+        `active`: parts of blocks that are in use now, None for all; `in_use`: bytes that will be
+        when all stands still; `gpus`: how many the tasks use.
         """
         shared = self._shared
         if shared.plan.late:
@@ -96,12 +95,13 @@ class CopyOut:
             shared.link.ask(commands.PrepareFill(plan, ordinals=()), shared.deadline)
             return
         seconds = shared.left(POPULATE_SECONDS)
-        command = commands.PrepareCopy(self._to(), self._to_prepare(most), seconds)
+        most = self._most_to_prepare()
+        command = commands.PrepareCopy(self._to(), active, in_use, most, seconds)
         shared.link.ask(command, shared.deadline)
 
-    def expect(self, most: int) -> int:
+    def expect(self) -> int:
         """Bytes that will be stored, about; what several GPUs have counts once. Takes a while."""
-        return self._shared.link.ask(commands.Expect(self._to(), most), self._shared.deadline).bytes
+        return self._shared.link.ask(commands.Expect(self._to()), self._shared.deadline).bytes
 
     def copy_before(self, active: Callable[[], str], gpus: int, passes: int = MOST_PASSES) -> bool:
         """Copy to links of the image what is in use and they do not have, again and again until the
@@ -136,15 +136,15 @@ class CopyOut:
         """True if the ghost has a copy on the GPU: the job may go on before the copy is out."""
         return self.hold_seconds is not None
 
-    def prepare_to_hold(self, most: int) -> bool:
-        """Let the ghost take device memory for a copy of `most` bytes; False: there is too little.
+    def prepare_to_hold(self) -> bool:
+        """Let the ghost take device memory for a copy of what `prepare` was told will be in use;
+        False: there is too little.
 
         As much is left free as a ghost asks for, for the job to go on with.
         """
         link = self._shared.link
         keep = ghost_room(link.gpus)
-        command = commands.Shadow(most + HOLD_MARGIN, keep)
-        self._shadow_bytes = link.ask(command, self._shared.deadline).bytes
+        self._shadow_bytes = link.ask(commands.Shadow(keep), self._shared.deadline).bytes
         return self._shadow_bytes > 0
 
     def wait_held(self) -> bool:
@@ -155,10 +155,10 @@ class CopyOut:
             self.hold_seconds = held.seconds
         return self.held
 
-    def _to_prepare(self, most: int) -> int:
+    def _most_to_prepare(self) -> int:
         """Less than could be stored, where images before this one say what a period changes."""
-        usual = self._usual_bytes
-        return most if usual is None else min(most, USUAL_MARGIN * usual + SPARE_BYTES)
+        usual, size = self._usual_bytes, self._shared.table.total_bytes()
+        return size if usual is None else min(size, USUAL_MARGIN * usual + SPARE_BYTES)
 
     def forget_files(self) -> None:
         """Another ghost is to prepare the copy anew."""

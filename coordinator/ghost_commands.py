@@ -268,7 +268,6 @@ class Expect(Command[Size]):
     """Look how much a copy would store, about."""
 
     target: Target
-    most: int  # bytes of a GPU
 
 
 @message
@@ -276,6 +275,8 @@ class PrepareCopy(Command[None]):
     """Make the arena and the files of a copy, while the task runs."""
 
     target: Target
+    active: str | None  # as in CopyBefore
+    in_use: int  # bytes, when all stands still
     most: int  # bytes to prepare for
     seconds: float
 
@@ -284,7 +285,6 @@ class PrepareCopy(Command[None]):
 class Shadow(Command[Size]):
     """Take device memory for a copy of what is in use; 0: there is too little."""
 
-    most: int  # bytes of a GPU
     keep: int  # bytes of each GPU
 
 

@@ -25,17 +25,23 @@ from coordinator.device import DriverError
 from coordinator.dumping import DumpPlan, Known, Scan
 from coordinator.ghost_commands import CopyBefore, DumpFiles, Planned, Reduced, Target
 from coordinator.ghost_devices import Devices
+from coordinator.move_plan import ESTIMATE_BYTES
 from coordinator.mover import CopyJob
 from coordinator.staging import Shadow
 from flowgpu.image.chunks import encode
 from flowgpu.image.linked import Linked
 from flowgpu.wire import Fault
 
-# Below it, to make the pages of all of it takes less than to find out which.
-ESTIMATE_BYTES = 1 << 30
+MORE, MORE_BYTES = 1.05, 256 << 20
+"""A shadow has room for more than was expected to be in use: a factor, and bytes."""
 
 Memory = dict[int, tuple[U64, Bools]]
 """By ordinal: where each chunk is, and which are in use."""
+
+
+def _in_use(memory: Memory) -> dict[int, int]:
+    """Bytes of each GPU."""
+    return {o: int(np.count_nonzero(mask)) * chunks.CHUNK for o, (_, mask) in memory.items()}
 
 
 class Dump:
@@ -45,6 +51,7 @@ class Dump:
         self._devices = devices
         self._kernels: dict[int, Kernels | None] = {}  # with which each job was made
         self._known: Known | None = None
+        self._expected: dict[int, int] = {}  # bytes in use of each GPU when all stands still
         self._shadows: dict[int, Shadow] = {}
         self._shadow_lock = threading.Lock()
         self._held: Future[float | None] = Future()
@@ -56,7 +63,13 @@ class Dump:
         files = target.files
         self._load_kernels(files, target.reductions)
         began = time.monotonic()
-        expected = self._expected(target, command.most)
+        memory = self._memory(list(files), command.active)
+        now = _in_use(memory)
+        stays = min(command.in_use / max(sum(now.values()), 1), 1.0)
+        self._expected = {ordinal: int(size * stays) for ordinal, size in now.items()}
+        stored = self._stored(memory, target)
+        share = min(stays, command.most / max(sum(stored.values()), 1))
+        expected = {ordinal: int(size * share) for ordinal, size in stored.items()}
         guessed = time.monotonic()
         jobs = [self._dump_job(ordinal, files[ordinal], expected[ordinal]) for ordinal in files]
         self._known = self._make_known(target, sum(expected.values()))
@@ -66,7 +79,7 @@ class Dump:
                 job.wait("prepared", command.seconds)
         # What the log of a slow preparation is asked first.
         print(
-            f"prepared {sum(expected.values()) >> 20} of at most {command.most >> 20} MiB: "
+            f"prepared {sum(expected.values()) >> 20} MiB, {command.in_use >> 20} MiB in use: "
             f"{guessed - began:.3f} s to look, {time.monotonic() - guessed:.3f} s to make pages",
             file=sys.stderr,
         )
@@ -112,8 +125,11 @@ class Dump:
 
     def shadow(self, command: commands.Shadow) -> commands.Size:
         """Take memory for a copy of what is in use, on all GPUs or none."""
-        used = self._devices.used()
-        sizes = {o: min(self._devices.staging[o].size, command.most) for o in used}
+        sizes = {
+            ordinal: min(staging.size, int(self._expected.get(ordinal, 0) * MORE) + MORE_BYTES)
+            for ordinal, staging in self._devices.staging.items()
+            if staging.size
+        }
         room = all(
             self._kernels.get(o) and self._devices.driver.free(o) >= size + command.keep
             for o, size in sizes.items()
@@ -178,7 +194,8 @@ class Dump:
     def expect(self, command: commands.Expect) -> commands.Size:
         """Look how much a copy would store, about."""
         self._load_kernels(command.target.files, command.target.reductions)
-        return commands.Size(sum(self._expected(command.target, command.most, least=0).values()))
+        memory = self._memory(list(command.target.files), None)
+        return commands.Size(sum(self._stored(memory, command.target, least=0).values()))
 
     def release_shadows(self) -> None:
         """Give back the memory of what `shadow` took."""
@@ -191,6 +208,7 @@ class Dump:
     def reset(self) -> None:
         """Forget what was made for one image."""
         self._kernels.clear()
+        self._expected.clear()
         self._known = None
         self._held = Future()
 
@@ -225,9 +243,9 @@ class Dump:
     def _hold(self, memory: Memory) -> float | None:
         """Copy what is in use to the shadows, and say in `memory` that it is there. Gives seconds;
         None where one of them is too small, and then nothing is done."""
-        counts = {ordinal: int(np.count_nonzero(mask)) for ordinal, (_, mask) in memory.items()}
-        sizes = {ordinal: shadow.size for ordinal, shadow in self._shadows.items()}
-        if any(count * chunks.CHUNK > sizes.get(o, -1) for o, count in counts.items()):
+        sizes = _in_use(memory)
+        room = {ordinal: shadow.size for ordinal, shadow in self._shadows.items()}
+        if any(size > room.get(ordinal, -1) for ordinal, size in sizes.items()):
             return None
         began = time.monotonic()
 
@@ -236,7 +254,7 @@ class Dump:
             start, kernels = self._shadows[ordinal].address, self._kernels[ordinal]
             if kernels is None:
                 raise RuntimeError("a shadow without kernels")
-            there = chunks.addresses([(start, counts[ordinal] * chunks.CHUNK)])
+            there = chunks.addresses([(start, sizes[ordinal])])
             kernels.copy(where[mask], there)
             where = where.copy()
             where[mask] = there
@@ -268,16 +286,17 @@ class Dump:
         expected = here // chunks.CHUNK + (len(linked.digests) if linked else 0)
         return Known(self._devices.mover.catalogue(expected), linked)
 
-    def _expected(self, target: Target, most: int, least: int = ESTIMATE_BYTES) -> dict[int, int]:
-        """Bytes to prepare each GPU's file for: all it has, where that is less than `least`."""
-        sizes = {o: min(self._devices.staging[o].size, most) for o in target.files}
-        large = [o for o in sizes if sizes[o] >= least and self._kernels[o]]
+    def _stored(self, memory: Memory, target: Target, least: int | None = None) -> dict[int, int]:
+        """Bytes that a copy of each GPU would store now, about: all in use, where that is less than
+        `least`."""
+        least = ESTIMATE_BYTES if least is None else least
+        sizes = _in_use(memory)
+        large = {o: memory[o] for o in sizes if sizes[o] >= least and self._kernels[o]}
         known = self._make_known(target) if large else None
         if known is not None:
             # The memory is in use, so this is only a guess of what the pause will find.
-            scans = self._scan(self._memory(large, None), target.reductions)
-            found = dumping.new_bytes(scans, known)
-            sizes |= {o: min(sizes[o], new) for o, new in zip(large, found, strict=True)}
+            scans = self._scan(large, target.reductions)
+            sizes |= zip(large, dumping.new_bytes(scans, known), strict=True)
         return sizes
 
     def _dump_job(self, ordinal: int, files: DumpFiles, expected: int) -> CopyJob:

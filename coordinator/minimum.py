@@ -25,9 +25,9 @@ class MinimumWatch:
     """Says when the live bytes are near the smallest of recent steps.
 
     Feed it with `sample` from as early as possible: what was seen before `begin` shortens the wait
-    or makes it unnecessary. After `begin`, `sample` answers whether to close the gates now: when
-    the live bytes are within `tolerance` of the smallest seen in the last `recent` seconds, or when
-    `wait` seconds have passed since. Seconds are of one monotonic clock and do not go back.
+    or makes it unnecessary. After `begin`, `sample` answers whether the wait is over: when the live
+    bytes are within `tolerance` of the smallest seen in the last `recent` seconds, or when
+    `patience` seconds have passed since. Seconds are of one monotonic clock and do not go back.
     """
 
     wait: float = CheckpointOptions.wait_minimum
@@ -35,6 +35,8 @@ class MinimumWatch:
     recent: float = RECENT_SECONDS
     _first: float | None = None
     _began: float | None = None
+    _near: float | None = None  # when the live bytes were last near the smallest
+    _away: float = 0.0  # seconds until they came back, at most
     # (time, live) with both rising: the first is the smallest of all that count.
     _lows: deque[tuple[float, int]] = field(default_factory=deque)
 
@@ -46,15 +48,20 @@ class MinimumWatch:
     @property
     def deadline(self) -> float | None:
         """When the wait is over in any case, None before `begin`."""
-        return None if self._began is None else self._began + self.wait
+        return None if self._began is None else self._began + self.patience
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait at most: `wait`, or a step where that is longer. A step is known by how
+        long the live bytes stayed away from the smallest before they came back."""
+        return max(self.wait, self._away) if self.wait else 0.0
 
     def begin(self, now: float) -> None:
-        """The gates could be closed from now on. Does nothing when the wait has begun already."""
-        if self._began is None:
-            self._began = now
+        """Wait from now on."""
+        self._began = now
 
     def sample(self, now: float, live: int) -> bool:
-        """Take the live bytes of this moment in; True: close the gates."""
+        """Take the live bytes of this moment in; True: wait no longer."""
         if self._first is None:
             self._first = now
         while self._lows and self._lows[-1][1] >= live:
@@ -62,10 +69,14 @@ class MinimumWatch:
         self._lows.append((now, live))
         while self._lows[0][0] < now - self.recent:
             self._lows.popleft()
+            self._near = now  # another is the smallest from now on
+        near = live <= self._lows[0][1] * (1 + self.tolerance)
+        if near:
+            self._away = max(self._away, 0.0 if self._near is None else now - self._near)
+            self._near = now
         if self._began is None:
             return False
-        if now >= self._began + self.wait:
+        if now >= self._began + self.patience:
             return True
         # A first look at a job says nothing of its steps: any value is then the smallest so far.
-        known = now - self._first >= self.wait
-        return known and live <= self._lows[0][1] * (1 + self.tolerance)
+        return near and now - self._first >= self.wait

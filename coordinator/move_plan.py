@@ -14,6 +14,9 @@ MIB = 1 << 20
 RESTORE_PIECE = 8 * MIB
 """Bytes of a slot on a memory-backed file system: so small that the slots in use stay in the
 processor's cache between a read, its digests and the copy. A multiple of a packed file's frame."""
+ESTIMATE_BYTES = 1 << 30
+"""Below it, to make a file's pages for all that is in use takes less than to find out what of it is
+stored."""
 COPIES_A_STREAM = 3
 """A restore has so many copies under way at most (native/ghost/copy_queue.cpp)."""
 

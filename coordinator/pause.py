@@ -20,7 +20,8 @@ from coordinator.control_state import ControlState
 from coordinator.copy_out import CopyOut
 from coordinator.failures import FailedPhase, explain
 from coordinator.ghost_client import GhostError
-from coordinator.minimum import NEAR
+from coordinator.minimum import NEAR, TOLERANCE
+from coordinator.move_plan import ESTIMATE_BYTES
 from coordinator.others import ALONE, Barrier, Others
 from coordinator.phases import Event, Goal, Outcome, Phase
 from coordinator.plan import Plan
@@ -217,7 +218,7 @@ class Pause(ABC):
             self._options,
             self._job.name,
             {task.pid: task.hello.replay != 0 for task in group.tasks},
-            self._against_replay,
+            lambda: group.refusals(wire.Engine.REPLAY),
         )
         managed = sum(task.page.managed_bytes for task in group.tasks)
         if managed and self._plan.engine is wire.Engine.REPLAY:
@@ -230,7 +231,8 @@ class Pause(ABC):
         self._link.start(shared.deadline)
         self._refuse_engine()
         if "active" in self._options.reductions:
-            group.sampler = Sampler(group.tasks, self._options.wait_minimum)
+            tolerance = NEAR if group.closes_itself() else TOLERANCE
+            group.sampler = Sampler(group.tasks, self._options.wait_minimum, tolerance)
         shared.plan = dataclasses.replace(shared.plan, late=not self._ghost_fits())
         group.export_all()
         group.refuse_outside()
@@ -246,26 +248,15 @@ class Pause(ABC):
             both = f"{error.fields[last]} ({self._plan.reason})"
             raise type(error)(**{**error.fields, last: both}) from error
 
-    def _against_replay(self) -> list[str]:
-        """What speaks against the engine replay: what it cannot save, and communicators within this
-        host where it was not asked for. Only it has kept those of several hosts on real GPUs."""
-        group = self._group
-        found = list(group.refusals(wire.Engine.REPLAY))
-        asked_for = "replay" in (self._options.engine, self._job.engine)
-        if not found and not asked_for and self._others.alone and group.communicators():
-            found.append("NCCL's communicators are safer with the driver's own checkpoint")
-        return found
-
     def _find_low(self) -> None:
-        """Several tasks together are waited for here; a single one knows its low point best."""
+        """Wait for the lowest point of several tasks together; a single one does so itself."""
         group = self._group
-        smallest = group.sampler.smallest()
-        # Behind the cut a thread that waits would not come to its low point.
-        if len(group.tasks) == 1 and smallest is not None and not group.communicators():
-            group.sampler.close()
-            group.low, group.low_wait = int(smallest * (1 + NEAR)), self._options.wait_minimum
+        low = group.sampler.at_minimum()
+        if group.closes_itself() and low is not None:
+            group.low, group.low_wait = low, group.sampler.patience
         else:
             group.sampler.wait()
+        group.sampler.close()
 
     def _ghost_fits(self) -> bool:
         """The ghost may have its contexts beside those of the tasks."""
@@ -286,6 +277,21 @@ class Pause(ABC):
             self._link.drop()
             self._link.start()
             self._copy.forget_files()
+
+    def _prepare_copy(self, gpus: int) -> None:
+        """Let the ghost make room for the copy, of so many GPUs, while the job runs."""
+        group = self._group
+
+        def prepare() -> None:
+            active = None
+            if "active" in self._options.reductions and not self._plan.late:
+                if self._shared.table.total_bytes() >= ESTIMATE_BYTES:
+                    # What is in use then is in use, and as it is, when all stands still.
+                    group.sampler.wait()
+                active = group.active_about()
+            self._copy.prepare(active, group.in_use(), gpus)
+
+        self._unless_full(prepare)
 
     def _gate(self) -> None:
         group = self._group

@@ -1,4 +1,4 @@
-"""Watches the memory in use by the tasks of a job for the moment to close their gates."""
+"""Watches the memory in use by the tasks of a job for the moments at which it is smallest."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from coordinator import minimum
 from coordinator.minimum import MinimumWatch
 from coordinator.tasks import Task
 
@@ -14,12 +15,14 @@ SAMPLE_SECONDS = 0.001
 
 
 class Sampler:
-    """Samples in a thread of its own from its start on; `wait` ends it."""
+    """Samples in a thread of its own from its start on, until it is closed."""
 
-    def __init__(self, tasks: Sequence[Task], wait: float) -> None:
-        """`wait`: seconds that the minimum may be waited for."""
+    def __init__(
+        self, tasks: Sequence[Task], wait: float, tolerance: float = minimum.TOLERANCE
+    ) -> None:
+        """`wait`: seconds that the minimum may be waited for; `tolerance`: see MinimumWatch."""
         self._tasks = [task for task in tasks if task.live_bytes() is not None]
-        self._watch = MinimumWatch(wait)
+        self._watch = MinimumWatch(wait, tolerance)
         self._lock = threading.Lock()
         self._reached = threading.Event()
         self._ended = threading.Event()
@@ -32,13 +35,24 @@ class Sampler:
         with self._lock:
             return self._watch.smallest
 
+    @property
+    def patience(self) -> float:
+        """Seconds that the minimum is waited for at most."""
+        with self._lock:
+            return self._watch.patience
+
+    def at_minimum(self) -> int | None:
+        """Live bytes that count as the minimum, at most; None before the first sample."""
+        smallest = self.smallest()
+        return None if smallest is None else int(smallest * (1 + self._watch.tolerance))
+
     def wait(self) -> None:
         """Wait for the minimum, at most as long as was said; not at all without a live set."""
         if self._tasks:
             with self._lock:
+                self._reached.clear()
                 self._watch.begin(time.monotonic())
-            self._reached.wait(self._watch.wait)
-        self.close()
+            self._reached.wait(self.patience)
 
     def close(self) -> None:
         """End the thread. A second call does nothing."""

@@ -21,7 +21,7 @@ from coordinator.parked import Parked
 from coordinator.pause import GHOST_BYTES, Attempts, Pause
 from coordinator.phases import Goal, Outcome, Phase
 from coordinator.process import alive
-from coordinator.session import Progress, RunningJob, wanted_gpus
+from coordinator.session import SPARE_BYTES, Progress, RunningJob, wanted_gpus
 from coordinator.tasks import DYING_SECONDS
 from flowgpu import wire
 from flowgpu.errors import FlowError, GpuFull, NothingToSuspend
@@ -84,12 +84,12 @@ class Suspension(Pause):
             self._refuse_late()
             if managed := sum(task.page.managed_bytes for task in group.tasks):
                 need(managed)
-        gpus, most = len(wanted_gpus(group.tasks)), group.most_bytes()
+        gpus, most = len(wanted_gpus(group.tasks)), group.in_use() + SPARE_BYTES
         if shared.table.total_bytes():
             place = self._host.place
             kept = 0 if place else max(most - self._host.held(), 0)
             need(kept + plan_for(place, gpus, most).arena)
-            self._unless_full(lambda: self._copy.prepare(most, gpus))
+            self._prepare_copy(gpus)
         if self._keeps:
             self._refuse_late()
         self._find_low()

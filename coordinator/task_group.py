@@ -37,7 +37,7 @@ from coordinator.phases import UNDO_SECONDS
 from coordinator.process import device_files, serves
 from coordinator.reach import obstacle, refuse_stopped
 from coordinator.sampler import Sampler
-from coordinator.session import SPARE_BYTES, Imports, Shared
+from coordinator.session import Imports, Shared
 from coordinator.sharing import owner_of
 from coordinator.task_state import BEHIND_GATE, Step, TaskState
 from coordinator.tasks import Task, TaskError, has_ended, is_end
@@ -55,8 +55,6 @@ LOOK_SECONDS = 0.2
 GATE_SECONDS = 1.0
 GATE_RETRY_SECONDS = 0.02
 ALL_MEMORY = [(0, 1 << 47)]
-# The gates close near the smallest memory in use, and some more may be made until then.
-LIVE_MARGIN = 1.05
 
 
 def _refuse_other_users(pids: Sequence[int]) -> None:
@@ -200,16 +198,16 @@ class TaskGroup(BringUp):
         if why := self.refusals(engine):
             raise Unsupported(name="; ".join(why))
 
-    def most_bytes(self) -> int:
-        """About what will be stored at most: more is stored as well, only not prepared for."""
-        smallest = self.sampler.smallest()
-        if smallest is None:
+    def in_use(self) -> int:
+        """Bytes that will be in use when all stands still, about."""
+        live = self.sampler.at_minimum()
+        if live is None:
             return self._shared.table.total_bytes()
         unknown = 0
         for task in self.tasks:
             rows = self._shared.table.rows(task.pid)[:, [1, 2, 1]]
             unknown += unknown_bytes(rows, None if task.live_bytes() is None else task.live)
-        return int(smallest * LIVE_MARGIN) + unknown + SPARE_BYTES
+        return live + unknown
 
     def export_all(self) -> None:
         """Let every task send its blocks while it runs on."""
@@ -354,6 +352,11 @@ class TaskGroup(BringUp):
         """The counts of each task that has communicators of NCCL."""
         pages = {task.pid: task.nccl for task in self.tasks if task.nccl is not None}
         return {pid: page for pid, page in pages.items() if page.header().living}
+
+    def closes_itself(self) -> bool:
+        """True if the task waits at its gate for its lowest point, which it knows best: it is the
+        only one, and nothing that it waits for is behind a cut."""
+        return len(self.tasks) == 1 and not self.communicators()
 
     def _cut(self) -> None:
         """Let ranks of NCCL go on until each has issued what the others wait for on their GPUs, and

@@ -39,7 +39,7 @@ class CheckpointOptions:
     engine: EngineChoice = "auto"
     base: Path | None = None  # an image before, of which this one takes what has not changed
     without: tuple[str, ...] = ()  # reductions
-    wait_minimum: float = 0.5  # seconds for the memory in use to be near its minimum
+    wait_minimum: float = 0.5  # seconds, or a step, for the memory in use to be near its minimum
     compress: bool = False  # pages and extents, where it pays
     mode: ModeChoice = "any"
     tcp: TcpChoice = "job"  # those to processes outside: refuse the job, or close them in the image

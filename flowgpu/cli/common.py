@@ -180,7 +180,7 @@ def dump_options(command: Command) -> Command:
         metavar="SECONDS",
         type=click.FloatRange(min=0),
         default=CheckpointOptions.wait_minimum,
-        help="Wait at most SECONDS for the low point of a step's memory [default: 0.5]",
+        help="Wait at most SECONDS, or a longer step, for its least memory [default: 0.5]",
     )
     compress = click.option(
         "--compress",

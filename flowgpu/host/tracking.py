@@ -7,6 +7,7 @@ milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 from pathlib import Path
@@ -19,6 +20,11 @@ NO_USERFAULTFD = {
 }
 
 
+TRIES = 3
+"""How often all processes are stopped, where one of them has not come to a stop in time: a machine
+that is busy now may not be in a moment."""
+
+
 class Untrackable(Exception):
     """Why the memory of a process cannot be followed, in words."""
 
@@ -26,11 +32,12 @@ class Untrackable(Exception):
 def descriptors(root: int, seconds: float, notes: Path) -> dict[int, int]:
     """A userfaultfd of each process of the tree, by its process id; the caller closes them.
 
-    None takes longer than `seconds` to stop. `notes` is Standstill's. Raises Untrackable.
+    None takes longer than `seconds` to stop, at each try. `notes` is Standstill's. Raises
+    Untrackable.
     """
     try:
-        still = Standstill(root, seconds, notes, all_threads=False)
-    except (OSError, TimeoutError) as error:
+        still = _stop(root, seconds, notes)
+    except OSError as error:
         raise Untrackable(str(error)) from error
     try:
         found = still.userfaultfds()
@@ -42,6 +49,13 @@ def descriptors(root: int, seconds: float, notes: Path) -> dict[int, int]:
         still.finish()
         still.end()
     return found
+
+
+def _stop(root: int, seconds: float, notes: Path) -> Standstill:
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(TimeoutError):
+            return Standstill(root, seconds, notes, all_threads=False)
+    return Standstill(root, seconds, notes, all_threads=False)
 
 
 def refuse(pids: list[int]) -> None:

@@ -145,7 +145,10 @@ ROWS = (
             "tests/emu/test_shared_gpus.py::"
             "test_clients_of_one_service_come_back_with_it_and_without",
         ),
-        real=("not tried",) * 2,
+        real=(
+            "refused (as above)",
+            "round-trips (H200, 2026-11-28: the same file, a real service)",
+        ),
     ),
     Row(
         kind="a part of a GPU (MIG)",

@@ -131,14 +131,14 @@ def test_ranks_that_are_suspended_end_as_undisturbed_ones(
     assert sorted(run.lines) == expected(2)
 
 
-def test_ranks_are_saved_by_the_driver_unless_replay_is_asked_for(
+def test_ranks_are_saved_by_replay_unless_the_drivers_checkpoint_is_asked_for(
     runs: Any, tmp_path: Path
 ) -> None:
     run = start(runs, "nccl-auto", 2, tmp_path, "auto")
     by_itself = run.dump(tmp_path / "first", "--leave-running")
-    assert by_itself["engine"] == "native" and "NCCL" in by_itself["engine_reason"]
-    asked_for = run.dump(tmp_path / "second", "--leave-running", "--engine", "replay")
-    assert asked_for["engine"] == "replay"
+    assert by_itself["engine"] == "replay" and by_itself["engine_reason"]
+    asked_for = run.dump(tmp_path / "second", "--leave-running", "--engine", "native")
+    assert asked_for["engine"] == "native"
     assert run.end() == 0
 
 

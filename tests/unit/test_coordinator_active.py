@@ -156,10 +156,10 @@ def test_pages_are_prepared_for_what_is_live_and_what_nobody_knows(
         blocks = [wire.Block(i, base + i * gib, gib, 0, 0, 0, 0) for i in range(50)]
         table = group._shared.table
         table.add(os.getpid(), blocks, [os.dup(shared) for _ in blocks])
-        assert group.most_bytes() == 50 * gib  # nothing is known of its steps
+        assert group.in_use() == 50 * gib  # nothing is known of its steps
         group.sampler = Sampler(group.tasks, 0.0)
         wait_for(lambda: group.sampler.smallest() is not None, "a sample")
-        assert 30 * gib <= group.most_bytes() < 32 * gib
+        assert 30 * gib < group.in_use() < 31 * gib
         group.sampler.close()
         table.close()
     os.close(shared)

@@ -243,8 +243,8 @@ def test_what_cannot_be_tracked_is_named_and_goes_on(start: StartJob, tmp_path: 
     before = os.listdir(f"/proc/{job.pid}/fd")
     ptrace.ptrace(ptrace.SEIZE, job.pid)
     try:
-        # Whoever traces it has its signals.
-        with pytest.raises(tracking.Untrackable, match=f"process {job.pid} does not stop"):
+        # Whoever traces it has its signals, so it stops for that one.
+        with pytest.raises(tracking.Untrackable, match=f"process {job.pid} may not be traced"):
             tracking.descriptors(job.pid, 0.2, notes)
     finally:
         wait_for(lambda: thread_state(job.pid, job.pid) == "t", "the stop that its tracer sees")
@@ -252,6 +252,25 @@ def test_what_cannot_be_tracked_is_named_and_goes_on(start: StartJob, tmp_path: 
     goes_on(job)
     assert os.listdir(f"/proc/{job.pid}/fd") == before
     assert not notes.exists()
+
+
+def test_one_that_stops_late_is_tried_again(
+    start: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, tries = start(COUNTER, "1"), iter([TimeoutError("late"), None])
+    job.number()
+    stop = tracking.Standstill
+
+    def late_once(*arguments: Any, **options: Any) -> Any:
+        if error := next(tries):
+            raise error
+        return stop(*arguments, **options)
+
+    monkeypatch.setattr(tracking, "Standstill", late_once)
+    found = tracking.descriptors(job.pid, 5.0, tmp_path / "notes")
+    assert list(found) == [job.pid]
+    os.close(found[job.pid])
+    goes_on(job)
 
 
 def test_a_child_that_has_ended_needs_no_tracking(start: StartJob, tmp_path: Path) -> None:

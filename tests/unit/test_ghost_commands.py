@@ -32,7 +32,7 @@ EXTENTS = (commands.Extent("a", "b", 7, None), commands.Extent("c", "d", 8, (3, 
 MESSAGES: list[Any] = [
     commands.Hello(),
     commands.Room((0, 1)),
-    commands.Expect(TARGET, 1 << 63),
+    commands.Expect(TARGET),
     commands.CopyBefore(PLAN, None, "links", (), 0, 1.5),
     commands.Fill(PLAN, {3: commands.FillFiles(None, 0, EXTENTS)}, poison=True),
     commands.Rebuild((4, 5), {"old": "new"}),

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coordinator import ghost_commands as commands
+from coordinator import ghost_dump
+from coordinator.chunks import pack_parts
 from coordinator.ghost import GhostProgram
 from coordinator.move_plan import Plan
 from flowgpu.image.chunks import Kind, decode
@@ -27,6 +30,7 @@ class Mover(FakeMover):
         self.pinned = self.kernels_made = 0
         self.jobs: list[FakeJob] = []
         self.plans: list[Plan] = []
+        self.expected: list[int] = []
 
     def make_arena(self, plan: Plan) -> None:
         assert all(hasattr(job, "closed") for job in self.jobs), "a job still has the arena"
@@ -41,7 +45,7 @@ class Mover(FakeMover):
 
     def dump_job(self, *arguments: Any) -> Any:
         job = super().dump_job(*arguments)
-        *_, plan, kernels = arguments
+        *_, expected, plan, kernels = arguments
         job.with_kernels = kernels is not None
         close = job.close
 
@@ -52,6 +56,7 @@ class Mover(FakeMover):
         job.close = closing
         self.jobs.append(job)
         self.plans.append(plan)
+        self.expected.append(expected)
         return job
 
 
@@ -79,6 +84,15 @@ class Session:
             reductions=reductions,
         )
 
+    def prepare(
+        self,
+        target: commands.Target,
+        active: str | None = None,
+        in_use: int = 1 << 30,
+        most: int = 1 << 30,
+    ) -> None:
+        self.ghost.run(commands.PrepareCopy(target, active, in_use, most, seconds=1.0))
+
     def write(self, chunk: int, value: int) -> None:
         os.pwrite(self.memory, bytes([value]) * CHUNK, chunk * CHUNK)
 
@@ -88,7 +102,7 @@ class Session:
         """Kinds of the chunks."""
         target = self.target(name, arena, *reductions)
         self.take(7)
-        self.ghost.run(commands.PrepareCopy(target, most=1 << 30, seconds=1.0))
+        self.prepare(target)
         planned = self.ghost.run(commands.Copy(target, active=None)).gpus[0]
         assert planned.keys == (7,)
         assert planned.reduced.reductions == reductions
@@ -150,7 +164,30 @@ def test_a_checkpoint_that_failed_leaves_nothing_for_the_next(session: Session) 
     session.write(1, 1)
     session.take(1)
     target = session.target("x", 128 << 20, "zero", "dedup")
-    session.ghost.run(commands.PrepareCopy(target, most=1 << 30, seconds=1.0))
+    session.prepare(target)
     session.ghost.run(commands.Reset())
     assert fakes.mapped == {} and session.mover.jobs[0].closed
     assert session.checkpoint("next", 128 << 20).count(Kind.STORED) == 1
+
+
+def test_as_much_is_prepared_as_will_be_in_use_and_new(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = BLOCK_CHUNKS // 2
+    for chunk in range(BLOCK_CHUNKS):
+        session.write(chunk, chunk // 2 + 1)
+    session.take(1)
+    active = pack_parts(np.array([(1, 0, half * CHUNK)], np.uint64))
+
+    def prepared(active: str | None, in_use: int = 1 << 30, most: int = 1 << 30) -> int:
+        session.prepare(session.target("x", 128 << 20, "zero", "dedup"), active, in_use, most)
+        session.ghost.run(commands.Cancel())
+        return session.mover.expected.pop() // CHUNK
+
+    # To find out what is new takes longer than to make the pages of a little.
+    assert [prepared(None), prepared(active)] == [BLOCK_CHUNKS, half]
+    monkeypatch.setattr(ghost_dump, "ESTIMATE_BYTES", 1)
+    assert [prepared(None), prepared(active)] == [half, half // 2]
+    # The job's memory shrinks to a quarter before it is stopped.
+    assert prepared(active, in_use=half // 4 * CHUNK) == half // 8
+    assert prepared(active, most=3 * CHUNK) == 3

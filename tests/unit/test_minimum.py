@@ -63,11 +63,32 @@ def test_at_the_foot_nothing_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.1, 0.5, 2.0])
-def test_a_step_longer_than_the_wait_is_taken_where_it_is(wait: float) -> None:
+def test_a_step_longer_than_the_wait_is_taken_where_it_is_if_none_was_seen(wait: float) -> None:
     curve = sawtooth(8.0)
     at = closed_at(curve, MinimumWatch(wait=wait), 8.2, 11.0)
     assert at == pytest.approx(11.0 + wait, abs=0.002)
     assert curve(at) > 2 * PARAMETERS
+
+
+@pytest.mark.parametrize("period", [0.7, 2.0, 4.0])
+@pytest.mark.parametrize("phase", [0.3, 0.6, 0.95])
+def test_a_step_longer_than_the_wait_is_waited_for_once_one_was_seen(
+    period: float, phase: float
+) -> None:
+    curve = sawtooth(period)
+    watch = MinimumWatch()
+    begin = (2 + phase) * period
+    at = closed_at(curve, watch, 0.2 * period, begin)
+    assert curve(at) <= 1.05 * PARAMETERS and at - begin < period
+    assert period * 0.8 < watch.patience < period
+    assert MinimumWatch(wait=0.0).patience == 0.0
+
+
+def test_the_start_of_a_job_is_no_step() -> None:
+    steps = sawtooth(1.0)
+    watch = MinimumWatch()
+    closed_at(lambda now: 0 if now < 1 else steps(now), watch, 0.0, 14.5)
+    assert 0.8 < watch.patience < 1.0
 
 
 def test_a_job_that_was_never_seen_is_watched_first() -> None:
@@ -112,14 +133,15 @@ def test_the_tolerance_says_how_near_is_near() -> None:
     assert curve(closed_at(curve, MinimumWatch(tolerance=0.5), 3.0, 5.1)) > 1.3 * PARAMETERS
 
 
-def test_begin_counts_once() -> None:
+def test_a_wait_may_begin_again() -> None:
     watch = MinimumWatch(wait=1.0)
     assert watch.deadline is None
-    watch.begin(3.0)
-    watch.begin(3.9)
-    assert watch.deadline == 4.0
-    assert not watch.sample(3.5, 7)
-    assert watch.sample(4.0, 1 << 60)
+    for began in (3.0, 5.0):
+        watch.begin(began)
+        assert watch.deadline == began + 1.0
+        assert not watch.sample(began + 0.5, 1 << 60)
+        assert watch.sample(began + 1.0, 1 << 60)
+        assert watch.sample(began + 1.1, 7)
 
 
 @given(

@@ -191,18 +191,21 @@ int serve(Machine& machine, int listener) {
     const Config& config = machine.config();
     struct stat own{};
     ::stat(config.socket.c_str(), &own);
-    auto busy = Clock::now();
+    auto busy = Clock::now(), looked = busy;
     for (;;) {
-        constexpr int kLookMs = 500;
+        constexpr std::chrono::milliseconds kLook(500);
         pollfd waiting{listener, POLLIN, 0};
-        if (::poll(&waiting, 1, kLookMs) > 0) {
+        if (::poll(&waiting, 1, kLook.count()) > 0) {
             UniqueFd peer(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
             if (peer) {
                 server.serve(std::move(peer));
             }
             busy = Clock::now();
-            continue;
+            if (busy - looked < kLook) {
+                continue;
+            }
         }
+        looked = Clock::now();
         const bool held = machine.reap();
         if (server.connections() > 0 || held) {
             busy = Clock::now();
