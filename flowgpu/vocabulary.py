@@ -33,7 +33,7 @@ ENGINES = ("native", "replay", "none")
 GHOSTS = ("cold", "warm", "late", "none")
 """These three are what an image was made with; `none` is that of a job without tasks."""
 
-UNTRIED = ("mig", "mps")
+UNTRIED = ("mig",)
 """What no real GPU has shown yet, and is refused where a user does not ask to try it."""
 
 REDUCTIONS = ("active", "zero", "dedup")

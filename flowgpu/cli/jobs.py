@@ -61,7 +61,7 @@ COPY_BYTES = 1 << 20
 @click.option(
     "--untried",
     type=click.Choice(UNTRIED),
-    help="Allow checkpoints on parts of GPUs, or of MPS",
+    help="Allow checkpoints on parts of GPUs",
 )
 @stored_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)

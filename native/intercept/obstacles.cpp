@@ -28,9 +28,8 @@ std::string refused_calls(bool) {
     return names;
 }
 
-template <bool may_be_tried> std::string shared_gpu(bool) {
-    const bool tried = may_be_tried && replay::tries("mps");
-    return if_so(!tried && contexts::on_shared_gpu(), "a GPU of the Multi-Process Service (MPS)");
+std::string shared_gpu(bool) {
+    return if_so(contexts::on_shared_gpu(), "a GPU of the Multi-Process Service (MPS)");
 }
 
 template <bool may_be_tried> std::string part_of_gpu(bool) {
@@ -75,8 +74,7 @@ constexpr struct {
     std::string (*find)(bool still);
 } kRows[] = {
     {kEach, refused_calls},
-    {kNative, shared_gpu<false>},
-    {kReplay | kNone, shared_gpu<true>},
+    {kNative, shared_gpu},
     {kNative, part_of_gpu<false>},
     {kReplay | kNone, part_of_gpu<true>},
     {kEach, unseen_communicators},

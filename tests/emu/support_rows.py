@@ -132,21 +132,14 @@ ROWS = (
     ),
     Row(
         kind="a GPU of the Multi-Process Service (MPS)",
-        emulated=("refused (`a GPU of the Multi-Process Service (MPS)`)",) * 2,
-        tests=(
-            "tests/emu/test_shared_gpus.py::test_a_job_of_the_multi_process_service_is_refused",
-        ),
-        real=("refused (H100, 2026-11-25: the same file, a real service)",) * 2,
-    ),
-    Row(
-        kind="the same, with `run --untried mps`",
         emulated=("refused (`a GPU of the Multi-Process Service (MPS)`)", "round-trips"),
         tests=(
+            "tests/emu/test_shared_gpus.py::test_the_engine_native_is_refused_to_a_client",
             "tests/emu/test_shared_gpus.py::"
             "test_clients_of_one_service_come_back_with_it_and_without",
         ),
         real=(
-            "refused (as above)",
+            "refused (H200, 2026-11-28: the same file, a real service)",
             "round-trips (H200, 2026-11-28: the same file, a real service)",
         ),
     ),

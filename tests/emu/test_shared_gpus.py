@@ -107,18 +107,29 @@ def emulated_service(tmp_path: Path) -> Iterator[Service]:
     made.end()
 
 
-@ENGINES
-def test_a_job_of_the_multi_process_service_is_refused(
-    tmp_path: Path, engine: str, emulated_service: Service
-) -> None:
-    assert MPS in refusal(tmp_path, engine=engine, **emulated_service.variables)
-
-
-def test_the_engine_native_is_refused_to_a_client_also_where_it_is_to_be_tried(
+def test_the_engine_native_is_refused_to_a_client(
     tmp_path: Path, emulated_service: Service
 ) -> None:
-    options = ("--untried", "mps")
-    assert MPS in refusal(tmp_path, *options, engine="native", **emulated_service.variables)
+    assert MPS in refusal(tmp_path, engine="native", **emulated_service.variables)
+
+
+def test_a_client_is_suspended_and_comes_back(tmp_path: Path, emulated_service: Service) -> None:
+    service = emulated_service
+    with emulated_machine(**service.variables):
+        run = Run("client", command("nbody"), tmp_path, "", "--engine", "auto")
+        try:
+            run.wait_lines(3)
+            for keep in ((), ("--keep-context",), ()):
+                done = flowgpu("suspend", run.name, *keep)
+                assert done.returncode == 0, done.stderr
+                if not keep:
+                    service.wait(0)
+                assert flowgpu("resume", run.name).returncode == 0
+                run.wait_more(2)
+            assert run.end() == 0
+            assert run.lines == undisturbed("nbody")
+        finally:
+            flowgpu("kill", run.name)
 
 
 @contextmanager
@@ -126,7 +137,7 @@ def images_of_clients(folder: Path, gpu: GpuKind, variables: dict[str, str]) -> 
     """Gives what restores images of two clients of a service and of a job that is none: `NAME-left`
     was made while it ran on, `NAME` at its end. The client `two` has a forked child."""
     with emulated_machine():
-        options = ("--engine", "replay", "--untried", "mps", "--gpu", gpu)
+        options = ("--engine", "auto", "--gpu", gpu)
         done = flowgpu("run", "--gpu", gpu, "--", *command("nbody", **{"step-delay": 0}))
         assert done.returncode == 0, done.stderr
         expected = done.stdout.splitlines()
@@ -201,10 +212,9 @@ real_service = pytest.mark.skipif(shutil.which(CONTROL) is None, reason=f"there 
 
 @pytest.mark.gpu
 @real_service
-@ENGINES
-def test_a_job_of_a_real_service_is_refused(tmp_path: Path, engine: str) -> None:
+def test_the_engine_native_is_refused_to_a_client_of_a_real_service(tmp_path: Path) -> None:
     with service(tmp_path) as variables:
-        assert MPS in refusal(tmp_path, engine=engine, gpu="nvidia", **variables)
+        assert MPS in refusal(tmp_path, engine="native", gpu="nvidia", **variables)
 
 
 @pytest.mark.gpu
