@@ -65,6 +65,26 @@ def start(runs: Any, name: str, ranks: int, folder: Path, engine: str) -> Run:
     return run
 
 
+def lines_of_two_dumps(runs: Any, ranks: int, folder: Path, engine: str) -> list[str]:
+    """What ranks say, sorted, that are dumped, restored and dumped again on their way."""
+    name = f"nccl-{ranks}-{engine}"
+    run = start(runs, name, ranks, folder, engine)
+    result = run.dump(folder / "first")
+    assert run.end(hurry=False) == 75
+    assert result["engine"] == engine
+    assert 0 < result["phases"]["cut"] < result["pause_seconds"]
+    done = flowgpu("restore", folder / "first", "--detach", "--json")
+    assert done.returncode == 0, done.stderr
+    done = flowgpu("pause-and-dump", name, "--output", folder / "second", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "cut" in json.loads(done.stdout)["phases"]
+    run.hurry()
+    restored = flowgpu("restore", folder / "second")
+    assert restored.returncode == 0, restored.stderr
+    log = (folder / "second" / "output.log").read_text()
+    return sorted((log + restored.stdout).splitlines())
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("ranks", "engine"), [(2, "native"), (2, "replay"), (4, "native"), (4, "replay")]
@@ -72,22 +92,7 @@ def start(runs: Any, name: str, ranks: int, folder: Path, engine: str) -> Run:
 def test_ranks_end_as_undisturbed_ones_after_two_dumps(
     ranks: int, engine: str, runs: Any, expected: Any, tmp_path: Path
 ) -> None:
-    name = f"nccl-{ranks}-{engine}"
-    run = start(runs, name, ranks, tmp_path, engine)
-    result = run.dump(tmp_path / "first")
-    assert run.end(hurry=False) == 75
-    assert result["engine"] == engine
-    assert 0 < result["phases"]["cut"] < result["pause_seconds"]
-    done = flowgpu("restore", tmp_path / "first", "--detach", "--json")
-    assert done.returncode == 0, done.stderr
-    done = flowgpu("pause-and-dump", name, "--output", tmp_path / "second", "--json")
-    assert done.returncode == 0, done.stderr
-    assert "cut" in json.loads(done.stdout)["phases"]
-    run.hurry()
-    restored = flowgpu("restore", tmp_path / "second")
-    assert restored.returncode == 0, restored.stderr
-    log = (tmp_path / "second" / "output.log").read_text()
-    assert sorted((log + restored.stdout).splitlines()) == expected(ranks)
+    assert lines_of_two_dumps(runs, ranks, tmp_path, engine) == expected(ranks)
 
 
 @pytest.mark.timeout(600)
@@ -96,7 +101,7 @@ def test_ranks_that_talk_by_tcp_end_as_undisturbed_ones(
     engine: str, runs: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_PROGRAM_HOSTS", "2")
-    test_ranks_end_as_undisturbed_ones_after_two_dumps(2, engine, runs, expected, tmp_path)
+    assert lines_of_two_dumps(runs, 2, tmp_path, engine) == expected(2)
 
 
 @pytest.mark.timeout(600)
@@ -181,10 +186,14 @@ def two_ranks(runs: Any, name: str, program: str, folder: Path) -> Run:
     return run
 
 
-def ends_well(run: Run, folder: Path) -> None:
+def sums_at_the_end(run: Run, folder: Path) -> list[str]:
+    """What each of two ranks says last, once the one that was idle goes on."""
     (folder / "go").touch()
     assert run.end() == 0
-    assert [line for line in run.lines if "ended" in line] == [f"ended {[2] * 9}"] * 2
+    return [line for line in run.lines if "ended" in line]
+
+
+BOTH_ENDED = [f"ended {[2] * 9}"] * 2
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +213,7 @@ def test_a_rank_that_does_not_come_is_named_and_the_job_runs_on(runs: Any, tmp_p
     assert all(pid in done.stderr + done.stdout for pid in pids)
     assert "operation 3 " in done.stderr + done.stdout
     assert not (tmp_path / "image").exists()
-    ends_well(run, tmp_path)
+    assert sums_at_the_end(run, tmp_path) == BOTH_ENDED
 
 
 @contextmanager
@@ -227,7 +236,7 @@ def test_ranks_go_on_when_the_coordinator_is_killed_in_a_cut(runs: Any, tmp_path
     run = two_ranks(runs, "nccl-killed", IDLE, tmp_path)
     with in_the_cut(run, tmp_path) as (_, job):
         os.kill(Registry().dir(job.id).read().coordinator_pid, signal.SIGKILL)
-        ends_well(run, tmp_path)
+        assert sums_at_the_end(run, tmp_path) == BOTH_ENDED
 
 
 @pytest.mark.timeout(600)

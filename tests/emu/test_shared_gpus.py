@@ -43,7 +43,7 @@ sys.argv = sys.argv[1:]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-Restore = Callable[[str], None]
+Restore = Callable[[str], list[str]]
 ENGINES = pytest.mark.parametrize("engine", ["native", "replay"])
 
 
@@ -133,9 +133,12 @@ def test_a_client_is_suspended_and_comes_back(tmp_path: Path, emulated_service: 
 
 
 @contextmanager
-def images_of_clients(folder: Path, gpu: GpuKind, variables: dict[str, str]) -> Iterator[Restore]:
-    """Gives what restores images of two clients of a service and of a job that is none: `NAME-left`
-    was made while it ran on, `NAME` at its end. The client `two` has a forked child."""
+def images_of_clients(
+    folder: Path, gpu: GpuKind, variables: dict[str, str]
+) -> Iterator[tuple[Restore, list[str]]]:
+    """Gives what restores images of two clients of a service and of a job that is none, and the
+    lines that each says in all: `NAME-left` was made while it ran on, `NAME` at its end. The client
+    `two` has a forked child."""
     with emulated_machine():
         options = ("--engine", "auto", "--gpu", gpu)
         done = flowgpu("run", "--gpu", gpu, "--", *command("nbody", **{"step-delay": 0}))
@@ -166,28 +169,28 @@ def images_of_clients(folder: Path, gpu: GpuKind, variables: dict[str, str]) -> 
                 run.dump(folder / run.name)
                 assert run.end() == 75
 
-        def restore(name: str) -> None:
+        def restore(name: str) -> list[str]:
             done = flowgpu("restore", folder / name)
             assert done.returncode == 0, done.stderr
             log = (folder / name / "output.log").read_text().splitlines()
-            assert log + done.stdout.splitlines() == expected
+            return log + done.stdout.splitlines()
 
-        yield restore
+        yield restore, expected
 
 
 def test_clients_of_one_service_come_back_with_it_and_without(
     tmp_path: Path, emulated_service: Service
 ) -> None:
     service = emulated_service
-    with images_of_clients(tmp_path, "emulated", service.variables) as restore:
+    with images_of_clients(tmp_path, "emulated", service.variables) as (restore, expected):
         service.wait(0)
         for name in ("one-left", "two"):
-            restore(name)
+            assert restore(name) == expected
             service.wait(1)
             service.wait(0)
         service.end()
         for name in ("one", "two-left", "alone"):
-            restore(name)
+            assert restore(name) == expected
 
 
 @contextmanager
@@ -222,12 +225,12 @@ def test_the_engine_native_is_refused_to_a_client_of_a_real_service(tmp_path: Pa
 def test_clients_of_a_real_service_come_back_with_it_and_without(tmp_path: Path) -> None:
     with ExitStack() as until_it_ends:
         variables = until_it_ends.enter_context(service(tmp_path / "service"))
-        with images_of_clients(tmp_path, "nvidia", variables) as restore:
+        with images_of_clients(tmp_path, "nvidia", variables) as (restore, expected):
             for name in ("one-left", "two"):
-                restore(name)
+                assert restore(name) == expected
             until_it_ends.close()
             for name in ("one", "two-left", "alone"):
-                restore(name)
+                assert restore(name) == expected
 
 
 @ENGINES
