@@ -15,6 +15,9 @@ TOLERANCE = 0.05
 NEAR = 0.005
 """A single task is quick enough to meet this and waits for it first; the rest of TOLERANCE counts
 at the end of the wait (close_at_low in native/intercept/requests_gate.cpp)."""
+MOST_SECONDS = 3.0
+"""A longer step is not waited for: who wants an image now, before the job is killed, has little
+time."""
 RECENT_SECONDS = 10.0
 """How long a sample counts: some steps of a usual job, and soon after its start no more the time
 before its model was there."""
@@ -54,7 +57,7 @@ class MinimumWatch:
     def patience(self) -> float:
         """Seconds to wait at most: `wait`, or a step where that is longer. A step is known by how
         long the live bytes stayed away from the smallest before they came back."""
-        return max(self.wait, self._away) if self.wait else 0.0
+        return max(self.wait, min(self._away, MOST_SECONDS)) if self.wait else 0.0
 
     def begin(self, now: float) -> None:
         """Wait from now on."""

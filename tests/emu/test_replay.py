@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -353,6 +355,49 @@ own = [int(ok(cu.cuMemAddressReserve(2 << 20, 0, 0, 0))) for _ in range(3)]
         task.do("ok(cu.cuMemFreeHost(more))")
     task.do("[ok(cu.cuMemAddressFree(a, 2 << 20)) for a in own]")
     task.checkpoint()
+
+
+# Takes all memory of the second device until its input ends.
+TAKEN = """
+import sys
+from cuda.bindings import driver as cu
+assert cu.cuInit(0)[0] == 0
+assert cu.cuCtxSetCurrent(cu.cuDevicePrimaryCtxRetain(1)[1])[0] == 0
+while cu.cuMemAlloc(2 << 20)[0] == 0:
+    pass
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_primary_context_that_was_only_named_is_not_made_again(tmp_path: Path) -> None:
+    # As cudart has those of all devices, in a program that uses one of them or none.
+    with task_on("emulated", tmp_path, devices=2, MEMORY="1G") as task:
+        task.do(
+            """
+from tests.emu.driver_lib import slots
+(*_, primary_of) = slots("6bd5fb6c5bf4e74a8987d93912fd9df9", 3)
+def named():
+    found = ctypes.c_void_p()
+    assert primary_of(ctypes.byref(found), ctypes.c_int(1)) == 0
+    return found.value
+def is_active():
+    return ok(cu.cuDevicePrimaryCtxGetState(1))[1]
+first = named()
+"""
+        )
+        command = [sys.executable, "-c", TAKEN]
+        environment = lib.bare_environment(tmp_path)
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe) as taker:
+            assert taker.stdout and taker.stdout.readline() == b"taken\n"
+            for _ in range(2):
+                task.checkpoint()
+                assert task.do("[named() == first, is_active()]") == [True, 0]
+        task.do("other = ok(cu.cuDevicePrimaryCtxRetain(1))")
+        assert task.do("[int(other) == first, is_active()]") == [True, 1]
+        task.checkpoint()
+        assert task.do("[named() == first, is_active()]") == [True, 1]
 
 
 def test_small_reservations_lie_where_the_driver_places_nothing_of_its_own(task: Task) -> None:

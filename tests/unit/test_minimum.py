@@ -70,7 +70,7 @@ def test_a_step_longer_than_the_wait_is_taken_where_it_is_if_none_was_seen(wait:
     assert curve(at) > 2 * PARAMETERS
 
 
-@pytest.mark.parametrize("period", [0.7, 2.0, 4.0])
+@pytest.mark.parametrize("period", [0.7, 2.0, 3.2])
 @pytest.mark.parametrize("phase", [0.3, 0.6, 0.95])
 def test_a_step_longer_than_the_wait_is_waited_for_once_one_was_seen(
     period: float, phase: float
@@ -82,6 +82,12 @@ def test_a_step_longer_than_the_wait_is_waited_for_once_one_was_seen(
     assert curve(at) <= 1.05 * PARAMETERS and at - begin < period
     assert period * 0.8 < watch.patience < period
     assert MinimumWatch(wait=0.0).patience == 0.0
+
+
+def test_a_long_step_is_not_waited_for() -> None:
+    watch = MinimumWatch()
+    closed_at(sawtooth(8.0), watch, 0.0, 9.0)
+    assert watch.patience == 3.0
 
 
 def test_the_start_of_a_job_is_no_step() -> None:

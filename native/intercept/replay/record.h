@@ -148,6 +148,8 @@ void set_primary_flags(CUdevice device, unsigned flags);
 
 // A primary context that the driver named; `used`: and retained.
 CUcontext note_primary(CUcontext driver, CUdevice device, bool used);
+// The handle of a primary context, which is not made for that. False: it cannot be had so.
+bool find_primary(CUcontext* driver, CUdevice device);
 // A function of the program's module that the driver named.
 CUfunction note_function(CUfunction driver, CUmodule module, unsigned place);
 // Leads the slots of private tables to us that were before, after a rewind put others there.

@@ -20,6 +20,11 @@ bool primary_is_active(CUdevice device) {
 CUresult retain_again(CUdevice device, const Object& primary, void** again) {
     CUcontext context = nullptr;
     CUresult result = CUDA_SUCCESS;
+    // cudart has the handle of each context from its start on, and launchers nothing more.
+    if (!primary.uses && find_primary(&context, device)) {
+        *again = context;
+        return result;
+    }
     for (uint64_t i = 0; result == CUDA_SUCCESS && i < std::max<uint64_t>(primary.uses, 1); i++)
         result = FG_DRIVER(cuDevicePrimaryCtxRetain)(&context, device);
     *again = context;

@@ -227,6 +227,12 @@ CUresult recorded::cuGetExportTable(const void** table, const CUuuid* id) {
     return result;
 }
 
+bool find_primary(CUcontext* driver, CUdevice device) {
+    const auto out = reinterpret_cast<Word>(driver);
+    return originals[kPrimary] &&
+           originals[kPrimary](out, static_cast<Word>(device), 0, 0, 0, 0) == CUDA_SUCCESS;
+}
+
 bool change_tables() {
     std::lock_guard<std::mutex> lock(changing);
     for (unsigned i = 0; i < kKnown; i++)
