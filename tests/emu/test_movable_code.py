@@ -85,7 +85,7 @@ class Mover(Program):
     ) -> Movable:
         self._send(3 if managed else 0, *bases, code)
         why, size, *words = self.line()
-        rest, code = words[: words.index("|")], words[words.index("|") + 1 :]
+        rest, functions = words[: words.index("|")], words[words.index("|") + 1 :]
         names = [_text(name) for name in rest[::3]]
         places = tuple(zip(names, map(int, rest[1::3]), map(int, rest[2::3]), strict=True))
         moved = []
@@ -95,7 +95,7 @@ class Mover(Program):
             moved.append(
                 Moved(bytes.fromhex(cubin), bytes.fromhex(contents), known == "1", frozenset(found))
             )
-        addresses = tuple(zip(map(_text, code[::2]), map(int, code[1::2]), strict=True))
+        addresses = tuple(zip(map(_text, functions[::2]), map(int, functions[1::2]), strict=True))
         return Movable(_text(why), int(size), places, (moved[0], moved[1]), addresses)
 
     def choose(

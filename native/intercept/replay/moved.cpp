@@ -87,44 +87,49 @@ std::string cubin_of(const Code& code) {
                                                 : std::move(chosen.bytes);
 }
 
-// Fills the block on a stream of its own, which waits for no other and for which none waits.
-bool fill(CUdeviceptr block, uint64_t zeros, const std::vector<MovableCubin::Value>& values) {
+// Has `begin` put work into a stream of its own, which waits for no other and for which none waits,
+// and waits for that.
+template <class Begin> bool in_own_stream(Begin begin) {
     CUstream stream = nullptr;
     if (FG_DRIVER(cuStreamCreate)(&stream, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)
         return false;
-    CUresult result = zeros ? FG_DRIVER(cuMemsetD8Async)(block, 0, zeros, stream) : CUDA_SUCCESS;
-    for (const MovableCubin::Value& value : values)
-        if (result == CUDA_SUCCESS)
-            result = FG_DRIVER(cuMemcpyHtoDAsync_v2)(block + value.offset, value.bytes.data(),
-                                                     value.bytes.size(), stream);
-    const bool filled =
+    const CUresult result = begin(stream);
+    const bool done =
         FG_DRIVER(cuStreamSynchronize)(stream) == CUDA_SUCCESS && result == CUDA_SUCCESS;
     FG_DRIVER(cuStreamDestroy_v2)(stream);
-    return filled;
+    return done;
 }
 
-// Copies the addresses of functions from the driver's variables to ours, in the same way.
+bool fill(CUdeviceptr block, uint64_t zeros, const std::vector<MovableCubin::Value>& values) {
+    return in_own_stream([&](CUstream stream) {
+        CUresult result =
+            zeros ? FG_DRIVER(cuMemsetD8Async)(block, 0, zeros, stream) : CUDA_SUCCESS;
+        for (const MovableCubin::Value& value : values)
+            if (result == CUDA_SUCCESS)
+                result = FG_DRIVER(cuMemcpyHtoDAsync_v2)(block + value.offset, value.bytes.data(),
+                                                         value.bytes.size(), stream);
+        return result;
+    });
+}
+
+// Copies the addresses of functions from the driver's variables to ours.
 bool copy_code_addresses(const Code& code, Kind kind, void* driver) {
-    CUstream stream = nullptr;
     if (code.plain.code_addresses.empty())
         return true;
-    if (FG_DRIVER(cuStreamCreate)(&stream, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)
-        return false;
-    CUresult result = CUDA_SUCCESS;
-    for (const auto& [name, offsets] : code.plain.code_addresses) {
-        CUdeviceptr from = 0;
-        size_t bytes = 0;
-        if (result == CUDA_SUCCESS)
-            result = variable_of(kind, driver, name, &from, &bytes);
-        for (const uint64_t at : offsets)
+    return in_own_stream([&](CUstream stream) {
+        CUresult result = CUDA_SUCCESS;
+        for (const auto& [name, offsets] : code.plain.code_addresses) {
+            CUdeviceptr from = 0;
+            size_t bytes = 0;
             if (result == CUDA_SUCCESS)
-                result = FG_DRIVER(cuMemcpyDtoDAsync_v2)(code.place_of(name) + at, from + at,
-                                                         sizeof(uint64_t), stream);
-    }
-    const bool copied =
-        FG_DRIVER(cuStreamSynchronize)(stream) == CUDA_SUCCESS && result == CUDA_SUCCESS;
-    FG_DRIVER(cuStreamDestroy_v2)(stream);
-    return copied;
+                result = variable_of(kind, driver, name, &from, &bytes);
+            for (const uint64_t at : offsets)
+                if (result == CUDA_SUCCESS)
+                    result = FG_DRIVER(cuMemcpyDtoDAsync_v2)(code.place_of(name) + at, from + at,
+                                                             sizeof(uint64_t), stream);
+        }
+        return result;
+    });
 }
 
 CUresult allocate(const Code& code, Which which, CUdeviceptr* block, size_t bytes) {
