@@ -67,7 +67,7 @@ class Dump:
         now = _in_use(memory)
         stays = min(command.in_use / max(sum(now.values()), 1), 1.0)
         self._expected = {ordinal: int(size * stays) for ordinal, size in now.items()}
-        stored = self._stored(memory, target)
+        stored = self._stored(memory, target, ESTIMATE_BYTES)
         share = min(stays, command.most / max(sum(stored.values()), 1))
         expected = {ordinal: int(size * share) for ordinal, size in stored.items()}
         guessed = time.monotonic()
@@ -286,10 +286,9 @@ class Dump:
         expected = here // chunks.CHUNK + (len(linked.digests) if linked else 0)
         return Known(self._devices.mover.catalogue(expected), linked)
 
-    def _stored(self, memory: Memory, target: Target, least: int | None = None) -> dict[int, int]:
+    def _stored(self, memory: Memory, target: Target, least: int) -> dict[int, int]:
         """Bytes that a copy of each GPU would store now, about: all in use, where that is less than
         `least`."""
-        least = ESTIMATE_BYTES if least is None else least
         sizes = _in_use(memory)
         large = {o: memory[o] for o in sizes if sizes[o] >= least and self._kernels[o]}
         known = self._make_known(target) if large else None

@@ -77,9 +77,10 @@ class MinimumWatch:
         if near:
             self._away = max(self._away, 0.0 if self._near is None else now - self._near)
             self._near = now
-        if self._began is None:
+        deadline = self.deadline
+        if deadline is None:
             return False
-        if now >= self._began + self.patience:
+        if now >= deadline:
             return True
         # A first look at a job says nothing of its steps: any value is then the smallest so far.
         return near and now - self._first >= self.wait

@@ -30,11 +30,6 @@ class Sampler:
         if self._tasks:
             self._thread.start()
 
-    def smallest(self) -> int | None:
-        """Fewest live bytes of recent steps so far, None before the first sample."""
-        with self._lock:
-            return self._watch.smallest
-
     @property
     def patience(self) -> float:
         """Seconds that the minimum is waited for at most."""
@@ -43,7 +38,8 @@ class Sampler:
 
     def at_minimum(self) -> int | None:
         """Live bytes that count as the minimum, at most; None before the first sample."""
-        smallest = self.smallest()
+        with self._lock:
+            smallest = self._watch.smallest
         return None if smallest is None else int(smallest * (1 + self._watch.tolerance))
 
     def wait(self) -> None:

@@ -158,7 +158,7 @@ def test_pages_are_prepared_for_what_is_live_and_what_nobody_knows(
         table.add(os.getpid(), blocks, [os.dup(shared) for _ in blocks])
         assert group.in_use() == 50 * gib  # nothing is known of its steps
         group.sampler = Sampler(group.tasks, 0.0)
-        wait_for(lambda: group.sampler.smallest() is not None, "a sample")
+        wait_for(lambda: group.sampler.at_minimum() is not None, "a sample")
         assert 30 * gib < group.in_use() < 31 * gib
         group.sampler.close()
         table.close()
