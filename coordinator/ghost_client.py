@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, ClassVar
 
-from coordinator.ghost_commands import Answer, Command, Quit, parts_of
+from coordinator.ghost_commands import QUIT_SECONDS, Answer, Command, Quit, parts_of
 from coordinator.ghost_lines import read_lines, send_line
 from flowgpu import codec
 from flowgpu.host.proctree import end_before_others, how_ended
@@ -29,7 +29,6 @@ from flowgpu.host.proctree import end_before_others, how_ended
 log = logging.getLogger(__name__)
 
 EXIT_SECONDS = 0.2
-QUIT_SECONDS = 5.0
 
 COMMAND = (sys.executable, "-P", "-S", "-X", "utf8", "-m", "coordinator.ghost_main")
 
@@ -72,8 +71,8 @@ class Asked(Future[Answer]):
 class Ghost:
     """A ghost process."""
 
-    pids: ClassVar[set[int]] = set()
-    """Process ids of all ghosts of this process that have not been waited for."""
+    leaving: ClassVar[set[int]] = set()
+    """Process ids of those of this process that end behind it."""
 
     def __init__(self, env: Mapping[str, str], command: Sequence[str] = COMMAND) -> None:
         """Start it. Raises GhostGone if it cannot be started."""
@@ -96,7 +95,6 @@ class Ghost:
             except OSError as error:
                 self._socket.close()
                 raise GhostGone(f"the ghost did not start: {error}") from error
-        self.pids.add(self.pid)
         end_before_others(self.pid)
         self._reader = threading.Thread(target=self._read_loop, daemon=True, name="ghost")
         self._reader.start()
@@ -144,6 +142,7 @@ class Ghost:
         Its device memory is free on return; to unpin what it moved takes a while.
         """
         self._ask_to_quit()
+        self.leaving.add(self.pid)
         threading.Thread(target=self.kill, args=(QUIT_SECONDS,), daemon=True).start()
 
     def _ask_to_quit(self) -> None:
@@ -158,7 +157,7 @@ class Ghost:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self.pids.discard(self.pid)
+        self.leaving.discard(self.pid)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._reader.join()

@@ -379,6 +379,10 @@ class Rebuild(Command[None], at_once=True):
     gpus: dict[str, str]  # old to new UUIDs, of those that change
 
 
+QUIT_SECONDS = 5.0
+"""For which a ghost may take to end."""
+
+
 @message
 class Quit(Command[None], at_once=True):
     """End, with all device memory free when it is answered."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 from coordinator.descriptors import lift_limits
 from coordinator.device import CudaDriver
 from coordinator.ghost import GhostProgram
-from coordinator.ghost_commands import Cancel, Command, Forget, Quit, parts_of
+from coordinator.ghost_commands import QUIT_SECONDS, Cancel, Command, Forget, Quit, parts_of
 from coordinator.ghost_lines import read_lines, send_line
 from coordinator.mover import NativeMover
 from flowgpu import codec
@@ -54,6 +55,8 @@ class Server:
                 self._ordered.put((number, command))
 
     def _quit(self, number: int) -> None:
+        # The job may have ended, and its coordinator with it: then nobody else ends this process.
+        signal.alarm(int(2 * QUIT_SECONDS))
         with contextlib.suppress(Exception):  # its end frees the rest
             self._program.run(Forget())
         self._answer({"id": number})

@@ -57,7 +57,7 @@ class Dump final : public Job {
           can_register_(options.mode == FGG_REGISTERED) {}
     ~Dump() override {
         end();
-        guarded([&] { unregister(); });
+        guarded([&] { let_go_of_pages(); });
     }
 
   private:
@@ -68,7 +68,7 @@ class Dump final : public Job {
     // The mapping is prepared in slices of a piece each, on all threads, until a start or a cancel.
     void prepare_slices(uint64_t bytes);
     bool prepare_slice(uint64_t index, uint64_t bytes);
-    void unregister();
+    void let_go_of_pages();
     // The state of the piece's pages: only a piece that lies wholly in the mapping has one.
     enum class Pages : uint8_t { none, populated, registered };
     Pages pages(const Piece& piece) const;
@@ -140,17 +140,20 @@ bool Dump::prepare_slice(uint64_t index, uint64_t bytes) {
     return true;
 }
 
-void Dump::unregister() {
+void Dump::let_go_of_pages() {
     if (options_.mode != FGG_REGISTERED)
         return;
     // By one thread, as at the end of the process, it takes longer than the copy. It holds up
-    // whoever else maps or unmaps memory.
+    // whoever else maps or unmaps memory, and the driver frees what is left only behind it.
     std::atomic<uint64_t> next{0};
     run_threads(options_.threads, [&](unsigned) {
         use_context();
-        for (uint64_t i; (i = next.fetch_add(1)) < slices_.size();)
+        for (uint64_t i; (i = next.fetch_add(1)) < slices_.size();) {
+            const uint64_t offset = i * arena_.piece_bytes();
             if (slices_[i] == Pages::registered)
-                driver().cuMemHostUnregister(file_.mapping() + i * arena_.piece_bytes());
+                driver().cuMemHostUnregister(file_.mapping() + offset);
+            file_.leave(offset, arena_.piece_bytes());
+        }
     });
 }
 

@@ -1,6 +1,7 @@
 #include "file.h"
 #include "fault.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -162,6 +163,11 @@ bool File::populate(uint64_t offset, uint64_t bytes) {
         throw file_failure("cannot populate", path_, errno == EFAULT ? ENOSPC : errno);
     }
     return true;
+}
+
+void File::leave(uint64_t offset, uint64_t bytes) {
+    if (offset < mapped_)
+        madvise(mapping_ + offset, std::min(bytes, mapped_ - offset), MADV_DONTNEED);
 }
 
 } // namespace fgg

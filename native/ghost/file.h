@@ -32,6 +32,8 @@ class File {
     // Faults pages of the mapping in; false on a kernel that cannot. Throws FGG_NO_SPACE when the
     // file system is full.
     bool populate(uint64_t offset, uint64_t bytes);
+    // Lets go of pages of the mapping. The file keeps what is in them.
+    void leave(uint64_t offset, uint64_t bytes);
 
     bool direct() const { return direct_; }
     const std::string& path() const { return path_; }

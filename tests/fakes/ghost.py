@@ -237,6 +237,11 @@ class FakeJob:
         self.cancelled.set()
         if hasattr(self, "thread"):
             self.thread.join()
+        if seconds := seconds_of("FAKE_UNPIN"):
+            states = Path(os.environ["FAKE_STATES"])
+            (states / "unpins").write_text(str(os.getpid()))
+            time.sleep(seconds)
+            (states / "unpinned").touch()
 
 
 class FakeKernels:

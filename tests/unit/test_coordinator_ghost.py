@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flowgpu.errors import CheckpointFailed, GpuFull
+from flowgpu.errors import DUMPED_EXIT, CheckpointFailed, GpuFull
 from flowgpu.image.reader import Image
 from flowgpu.jobs import start_time
 from flowgpu.launch import GhostChoice
@@ -50,6 +50,27 @@ def test_with_room_a_ghost_is_started_beside_the_job(jobs: Jobs, tmp_path: Path)
     assert kind(tmp_path / "image") == "cold"
     wait_for(lambda: not ghosts(job), "the ghost's end")  # which nobody waits for
     goes_on(job)
+
+
+def test_a_ghost_may_let_go_of_what_it_pinned_after_the_job_has_ended(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """The kernel takes longer, and keeps everybody out of the driver meanwhile."""
+    job = jobs.task(3, ghost_env={"FAKE_UNPIN": "1"})
+    job.dump(tmp_path / "image")
+    assert job.end() == DUMPED_EXIT
+    assert not (jobs.states / "unpinned").exists()  # nobody has waited for it
+    wait_for(lambda: (jobs.states / "unpinned").exists(), "what it does at its end")
+
+
+def test_a_ghost_that_does_not_end_behind_its_job_is_ended(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(3, ghost_env={"FAKE_UNPIN": "1000"})
+    job.dump(tmp_path / "image")
+    assert job.end() == DUMPED_EXIT
+    ghost = int((jobs.states / "unpins").read_text())
+    assert start_time(ghost)
+    wait_for(lambda: not start_time(ghost), "the ghost's end")
+    assert not (jobs.states / "unpinned").exists()
 
 
 @pytest.mark.parametrize("leave_running", [False, True])
