@@ -168,7 +168,6 @@ class Checkpoint(Pause):
         self._cpu.pages.again(shared.left(POPULATE_SECONDS))
         if size and self._plan.recopies and not self._plan.late:
             self._copy.copy_before(group.active_about, gpus, passes=1)
-        self._find_low()  # last: it passes
 
     def _look(self) -> int:
         """Refuse by name what CRIU would fail at, and begin an image; gives the bytes of files that

@@ -248,16 +248,6 @@ class Pause(ABC):
             both = f"{error.fields[last]} ({self._plan.reason})"
             raise type(error)(**{**error.fields, last: both}) from error
 
-    def _find_low(self) -> None:
-        """Wait for the lowest point of several tasks together; a single one does so itself."""
-        group = self._group
-        low = group.sampler.at_minimum()
-        if group.closes_itself() and low is not None:
-            group.low, group.low_wait = low, group.sampler.patience
-        else:
-            group.sampler.wait()
-        group.sampler.close()
-
     def _ghost_fits(self) -> bool:
         """The ghost may have its contexts beside those of the tasks."""
         tasks = self._group.tasks

@@ -10,9 +10,6 @@ from coordinator import minimum
 from coordinator.minimum import MinimumWatch
 from coordinator.tasks import Task
 
-SAMPLE_SECONDS = 0.001
-"""Short beside the phases of a step, long beside a sample, which asks nobody."""
-
 
 class Sampler:
     """Samples in a thread of its own from its start on, until it is closed."""
@@ -42,22 +39,35 @@ class Sampler:
             smallest = self._watch.smallest
         return None if smallest is None else int(smallest * (1 + self._watch.tolerance))
 
-    def wait(self) -> None:
-        """Wait for the minimum, at most as long as was said; not at all without a live set."""
-        if self._tasks:
+    def __str__(self) -> str:
+        with self._lock:
+            return f"{self._watch.live} bytes in use, at least {self._watch.smallest} of late"
+
+    def wait(self) -> float:
+        """Wait for the minimum, at most as long as was said; gives the seconds that it took.
+
+        Without a live set, and after `stop`, it does not wait at all.
+        """
+        began = time.monotonic()
+        if self._tasks and not self._ended.is_set():
             with self._lock:
                 self._reached.clear()
-                self._watch.begin(time.monotonic())
+                self._watch.begin(began)
             self._reached.wait(self.patience)
+        return time.monotonic() - began
+
+    def stop(self) -> None:
+        """Take no more samples."""
+        self._ended.set()
 
     def close(self) -> None:
         """End the thread. A second call does nothing."""
-        self._ended.set()
+        self.stop()
         if self._thread.is_alive():
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(SAMPLE_SECONDS):
+        while not self._ended.wait(minimum.SAMPLE_SECONDS):
             live = [found for task in self._tasks if (found := task.live_bytes()) is not None]
             if len(live) < len(self._tasks):
                 continue  # nothing is known of all of them together

@@ -92,7 +92,6 @@ class Suspension(Pause):
             self._prepare_copy(gpus)
         if self._keeps:
             self._refuse_late()
-        self._find_low()
 
     def _choose(self) -> None:
         if self._keeps:

@@ -93,10 +93,6 @@ class TaskGroup(BringUp):
         self._shared = shared
         self._unless_full = unless_full
         self.sampler = Sampler([], 0.0)
-        self.low = 0
-        """Live bytes at which a single task closes its gate; 0: at once."""
-        self.low_wait = 0.0
-        """Seconds for which it may wait for them."""
         self.pause_began = 0.0
         self.waited = 0.0
         """Seconds that were waited, with the gate open."""
@@ -326,6 +322,8 @@ class TaskGroup(BringUp):
         others = self._shared.others
         while True:
             new = self._take_again()
+            if new and not self.having(*BEHIND_GATE):
+                self._find_low()
             if not others.any_of(self.deadline, bool(new)):
                 return
             if not self.having(*BEHIND_GATE):
@@ -357,6 +355,13 @@ class TaskGroup(BringUp):
         """True if the task waits at its gate for its lowest point, which it knows best: it is the
         only one, and nothing that it waits for is behind a cut."""
         return len(self.tasks) == 1 and not self.communicators()
+
+    def _find_low(self) -> None:
+        """Wait for the lowest point of several tasks together; a single one does so itself."""
+        if not self.closes_itself():
+            self._note_waited(waited := self.sampler.wait())
+            log.info("%.3f s for the low point: %s", waited, self.sampler)
+        self.sampler.stop()
 
     def _cut(self) -> None:
         """Let ranks of NCCL go on until each has issued what the others wait for on their GPUs, and
@@ -432,26 +437,27 @@ class TaskGroup(BringUp):
         self._unless_full(lambda: self._each("export", self._take_blocks, [task]))
 
     def _close_gate(self, task: Task, seconds: float) -> None:
-        left = self.low_wait if self.low else 0.0
+        low = self.sampler.at_minimum() if self.closes_itself() else None
+        left = self.sampler.patience if low else 0.0
         deadline = self._shared.deadline
         limit = min(seconds, deadline - time.monotonic())
         try:
             saver = self._shared.plan.saver
-            reply = task.gate(deadline + left, limit, left, self.low, saver)
+            reply = task.gate(deadline + left, limit, left, low or 0, saver)
         except TaskError as error:
-            self._note_waited(error.waited_us)
+            self._note_waited(error.waited_us * 1e-6)
             raise
-        self._note_waited(reply.waited_us)
+        self._note_waited(reply.waited_us * 1e-6)
         if reply.detail:
             self.not_kept[task.pid] = reply.detail
         self.note(task.pid, Step.GATE)
         faults.check(Fault.GATE)
 
-    def _note_waited(self, microseconds: int) -> None:
-        """The job ran while its task waited for the low point: that is no part of the pause."""
-        self.waited += microseconds * 1e-6
-        self.pause_began += microseconds * 1e-6
-        self._shared.deadline += microseconds * 1e-6
+    def _note_waited(self, seconds: float) -> None:
+        """The job ran while its low point was waited for: that is no part of the pause."""
+        self.waited += seconds
+        self.pause_began += seconds
+        self._shared.deadline += seconds
 
     def hand_over(self) -> None:
         """Let every task let go of its memory, or lend it: the ghost has it as well."""

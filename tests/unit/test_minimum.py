@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.minimum import MinimumWatch
+from coordinator.minimum import SETTLED_SECONDS, MinimumWatch
 
 MIB = 1 << 20
 PARAMETERS = 1000 * MIB
@@ -57,9 +57,14 @@ def test_a_known_sawtooth_is_met_at_its_foot(period: float, phase: float) -> Non
     assert at - begin <= period
 
 
-def test_at_the_foot_nothing_is_waited_for() -> None:
-    at = closed_at(sawtooth(0.3), MinimumWatch(), 3.0, 6.001)
-    assert at == pytest.approx(6.001)
+@pytest.mark.parametrize("rest", [0.001, 0.02, 0.029])
+def test_who_is_at_the_foot_may_rise_at_any_moment_and_is_met_when_it_comes_down(
+    rest: float,
+) -> None:
+    curve = sawtooth(0.3)
+    at = closed_at(curve, MinimumWatch(), 3.0, 6 + rest)
+    assert curve(6 + rest) == PARAMETERS and 6.3 < at < 6.31
+    assert curve(at) == PARAMETERS
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.1, 0.5, 2.0])
@@ -80,7 +85,7 @@ def test_a_step_longer_than_the_wait_is_waited_for_once_one_was_seen(
     begin = (2 + phase) * period
     at = closed_at(curve, watch, 0.2 * period, begin)
     assert curve(at) <= 1.05 * PARAMETERS and at - begin < period
-    assert period * 0.8 < watch.patience < period
+    assert period * 0.9 < watch.patience < period * 1.2  # it may begin before it is watched
     assert MinimumWatch(wait=0.0).patience == 0.0
 
 
@@ -94,7 +99,7 @@ def test_the_start_of_a_job_is_no_step() -> None:
     steps = sawtooth(1.0)
     watch = MinimumWatch()
     closed_at(lambda now: 0 if now < 1 else steps(now), watch, 0.0, 14.5)
-    assert 0.8 < watch.patience < 1.0
+    assert watch.patience == pytest.approx(1.0 + SETTLED_SECONDS)
 
 
 def test_a_job_that_was_never_seen_is_watched_first() -> None:
@@ -124,6 +129,38 @@ def test_the_time_before_the_model_was_there_is_forgotten() -> None:
     assert curve(late) <= 1.05 * PARAMETERS
 
 
+def in_step(now: float, optimizer: int) -> tuple[int, bool]:
+    """Live bytes of a rank that steps each 0.3 s, and whether its parameters are the next ones."""
+    part = now % 0.3
+    for until, live in ((0.03, PEAK), (0.08, 2 * PARAMETERS), (0.083, PARAMETERS)):
+        if part < until:
+            return live, False
+    # One of few kernels is launched at once, and takes no memory of its own.
+    stepping = part < (0.098 if optimizer else 0.084)
+    return PARAMETERS + optimizer * stepping, not stepping
+
+
+@pytest.mark.parametrize("optimizer", [0, PARAMETERS // 4])
+@pytest.mark.parametrize("apart", [0.0, 0.002, 0.006, 0.015])
+def test_ranks_are_stopped_behind_the_steps_of_their_optimizers(
+    apart: float, optimizer: int
+) -> None:
+    def both(now: float) -> int:
+        return in_step(now, optimizer)[0] + in_step(now + apart, optimizer)[0]
+
+    for begin in times(3.0, 3.3, 0.007):
+        at = closed_at(both, MinimumWatch(), 1.0, begin)
+        cut = at + 0.005
+        assert in_step(cut, optimizer)[1] and in_step(cut + apart, optimizer)[1], begin
+
+
+def test_a_long_low_point_is_forgotten_after_some_steps() -> None:
+    steps = sawtooth(0.02)
+    curve = lambda now: PARAMETERS if 3 < now < 4 else steps(now)  # noqa: E731
+    at = closed_at(curve, MinimumWatch(), 1.0, 4.3)
+    assert curve(at) == PARAMETERS and at < 4.33
+
+
 def test_a_job_that_grows_for_ever_is_taken_when_the_wait_is_over() -> None:
     at = closed_at(lambda now: int(now * PEAK), MinimumWatch(), 1.0, 5.0)
     assert at == pytest.approx(5.5, abs=0.002)
@@ -136,7 +173,7 @@ def test_the_tolerance_says_how_near_is_near() -> None:
         at = closed_at(curve, watch, 3.0, 5.1)
         assert watch.smallest is not None
         assert curve(at) <= watch.smallest * (1 + tolerance)
-    assert curve(closed_at(curve, MinimumWatch(tolerance=0.5), 3.0, 5.1)) > 1.3 * PARAMETERS
+    assert curve(closed_at(curve, MinimumWatch(tolerance=0.5), 3.0, 5.1)) > 1.2 * PARAMETERS
 
 
 def test_a_wait_may_begin_again() -> None:
