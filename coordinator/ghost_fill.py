@@ -87,13 +87,12 @@ class Fill:
         return bool(ordinal != other and self._devices.gpus[ordinal].peers[other]["access"])
 
     def _let_reach(self, ordinal: int, sources: U64) -> None:
-        """Let a GPU read memory of others, of which it wants chunks."""
+        """Let a GPU read blocks of others, of which it wants chunks: each block takes time."""
         if not len(sources):
             return
         for staging in self._devices.staging.values():
-            for start, size in staging.segments():
-                if np.any((sources >= start) & (sources < start + size)):
-                    self._devices.driver.allow(ordinal, start, size)
+            for start, size in staging.segments(sources):
+                self._devices.driver.allow(ordinal, start, size)
 
     def _fill_job(
         self,

@@ -225,15 +225,17 @@ class Restore:
     def _restore_both_sides(self) -> Future[None] | None:
         """Gives what puts CUDA back, where that has begun beside the fill."""
         rebuilding = None
+        opened: Future[Refill | None] = Future()
         with ThreadPoolExecutor(max_workers=4) as pool:
             criu = pool.submit(Criu.locate)
             folder = self._job.directory / "criu-view"
             view = pool.submit(criu_view.make, self._criu_dir, folder)
-            created = pool.submit(self._create_memory)
+            created = pool.submit(self._create_memory, opened)
             filled = pool.submit(lambda: self._fill_memory(created.result()))
             try:
                 self._restore_processes(criu, view)
-                made = created.result()
+                # Not when the blocks are made: CUDA is put back beside that as well.
+                made = opened.result()
                 if made is not None:
                     self._session.deadline = time.monotonic() + self._begin("engine")
                     if not made.full and self._hold():
@@ -468,9 +470,18 @@ class Restore:
 
     # GPU side
 
-    def _create_memory(self) -> Refill | None:
-        """Make the blocks; None where no process uses CUDA."""
+    def _create_memory(self, opened: Future[Refill | None]) -> Refill | None:
+        """Make the blocks; None where no process uses CUDA. `opened`: before they are made."""
+        try:
+            return self._make_blocks(opened)
+        except BaseException as error:
+            if not opened.done():
+                opened.set_exception(error)
+            raise
+
+    def _make_blocks(self, opened: Future[Refill | None]) -> Refill | None:
         if not self._manifest.tasks:
+            opened.set_result(None)
             return None
         with self._timed("ghost"):
             refill = self._refill = Refill(
@@ -482,6 +493,7 @@ class Restore:
                 poison=self._options.poison,
             )
             refill.open()
+            opened.set_result(refill)
             refill.create()
         return refill
 

@@ -11,7 +11,12 @@ import os
 import threading
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from coordinator.device import Driver, Gpu
+
+U64 = npt.NDArray[np.uint64]
 
 
 @dataclass
@@ -91,15 +96,25 @@ class Staging:
         """Bytes of the blocks, in the same order."""
         return [block.size for block in self._blocks]
 
-    def segments(self) -> list[tuple[int, int]]:
-        """Ranges of (address, bytes) that hold the blocks in order; neighbours are merged."""
+    def segments(self, places: U64 | None = None) -> list[tuple[int, int]]:
+        """Ranges of (address, bytes) that hold the blocks in order; neighbours are merged.
+
+        `places`: only blocks that one of these addresses is in.
+        """
         merged: list[tuple[int, int]] = []
-        for block in self._blocks:
+        for block in self._blocks if places is None else self._holding(places):
             if merged and sum(merged[-1]) == block.address:
                 merged[-1] = (merged[-1][0], merged[-1][1] + block.size)
             else:
                 merged.append((block.address, block.size))
         return merged
+
+    def _holding(self, places: U64) -> list[Staged]:
+        places = np.sort(places)
+        starts = np.array([block.address for block in self._blocks], np.uint64)
+        ends = starts + np.array(self.sizes(), np.uint64)
+        some = np.searchsorted(places, starts) < np.searchsorted(places, ends)
+        return [block for block, holds in zip(self._blocks, some, strict=True) if holds]
 
     @property
     def size(self) -> int:

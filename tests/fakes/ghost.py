@@ -121,6 +121,7 @@ class FakeDriver:
         return os.dup(fd), int(name.partition("gpu")[2].split()[0])
 
     def create_block(self, ordinal: int, size: int) -> tuple[int, int]:
+        time.sleep(seconds_of("FAKE_CREATE_SECONDS"))
         handle = os.memfd_create(f"gpu{ordinal}", os.MFD_CLOEXEC)
         os.ftruncate(handle, size)
         return handle, os.dup(handle)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from coordinator.blocks import BlockTable, Handover, send_blocks
@@ -406,6 +407,9 @@ def test_staging_gives_neighbours_as_one_segment_and_leaves_holes_out() -> None:
     assert driver.allowed == [(base, 6 * mib), (base + 6 * mib, 4 * mib)]
     staging.drop({1})
     assert staging.segments() == [(base, 2 * mib), (base + 6 * mib, 4 * mib)]
+    places = np.array([base + 9 * mib, base + 2 * mib - 1, base + 2 * mib], np.uint64)
+    assert staging.segments(places) == [(base, 2 * mib), (base + 8 * mib, 2 * mib)]
+    assert staging.segments(places[2:]) == staging.segments(places[:0]) == []
     assert staging.keys() == [0, 2, 3]
     assert staging.size == 6 * mib
     staging.clear()

@@ -6,6 +6,7 @@ The fake tasks count in their memory, and say `torn` when they are let go withou
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -70,6 +71,16 @@ def test_a_job_comes_back_without_the_drivers_checkpoints(jobs: Jobs, tmp_path: 
     assert again.dump(tmp_path / "second")["engine"] == "replay"
     again = restores(jobs, tmp_path / "second", ghost_env=OLD)
     assert goes_on(again, tmp_path / "second"), again.log
+
+
+def test_cuda_is_put_back_beside_the_making_of_blocks(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(3, engine="replay")
+    job.dump(tmp_path / "image")
+    again = restores(jobs, tmp_path / "image", ghost_env={"FAKE_CREATE_SECONDS": "0.5"})
+    assert goes_on(again, tmp_path / "image")
+    told = json.loads(again.directory.timeline.read_text())["timeline"]["spans"]
+    spans = {name: (began, ended) for _, name, began, ended, *_ in told}
+    assert spans["engine"][0] < spans["engine"][1] < spans["make memory"][1]
 
 
 @pytest.mark.parametrize(
