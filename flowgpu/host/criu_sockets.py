@@ -23,7 +23,9 @@ _INET, _UNIX = 4, 16  # of a file's entry
 _OUTSIDE = 1 << 0  # of a Unix socket's flags: no process of the image has it
 _RIGHTS = 4  # of a packet's entry
 _ESTABLISHED, _CLOSED, _LISTENS = 1, 7, 10  # states of a TCP socket
-_STATE, _PORT, _HOSTS, _SHUT = 6, 7, (11, 12), 19  # of a socket's entry; hosts of both ends
+# These are fields of a socket's entry, _HOSTS those of both ends, and one field of its options.
+_STATE, _PORT, _HOSTS, _OPTIONS, _ONLY_6, _SHUT = 6, 7, (11, 12), 14, 15, 19
+_REUSE_PORT = 17
 _READ, _WRITE = 1, 2  # what is shut down
 # A connection's own file says how many bytes the program has not read, and up to which number the
 # socket has received; how many it has sent or is to send, up to which, and how many it has not. It
@@ -54,6 +56,16 @@ class TcpEnds(NamedTuple):
     other: str = ""
     inode: int = 0
     state: int = 0
+
+
+class Listener(NamedTuple):
+    """Where a socket listens. `only_6`: one of IPv6 leaves IPv4 to others. `shared`: others may
+    listen there too (SO_REUSEPORT)."""
+
+    host: str
+    port: int
+    only_6: bool = False
+    shared: bool = False
 
 
 def socket_paths(images_dir: Path) -> tuple[set[Path], set[Path]]:
@@ -280,17 +292,17 @@ def move_hosts(images_dir: Path, moves: Mapping[str, str]) -> None:
     change_entries(_own(images_dir / "files.img"), changed)
 
 
-def exclusive_ports(images_dir: Path) -> set[str]:
-    """Ports at which sockets of the image listen without SO_REUSEADDR, as /proc/net/tcp writes
-    them."""
-    listening = (file.message(_INET) for file in messages(images_dir / "files.img"))
-    return {
-        f"{entry.number(7):04X}"
-        for entry in listening
-        if entry
-        and entry.number(_STATE) == _LISTENS
-        and not ((options := entry.message(14)) and options.number(7))
-    }
+def listeners(images_dir: Path) -> list[Listener]:
+    """Where sockets of the image listen."""
+    found = []
+    for file in messages(images_dir / "files.img"):
+        entry = file.message(_INET)
+        if entry and entry.number(_STATE) == _LISTENS and (host := _host(entry.numbers(_HOSTS[0]))):
+            options = entry.message(_OPTIONS)
+            shared = bool(options and options.number(_REUSE_PORT))
+            port, only_6 = entry.number(_PORT), bool(entry.number(_ONLY_6))
+            found.append(Listener(str(host), port, only_6, shared))
+    return found
 
 
 def close_connections(images_dir: Path, inodes: Container[int]) -> None:

@@ -287,6 +287,11 @@ def fd_of(pid: int, target: str) -> int | None:
     return next((fd for fd, found in fd_targets(pid) if found == target), None)
 
 
+def user_of(target: str) -> int:
+    """A process with an fd that refers to `target`; 0: none, or none that is ours to read."""
+    return next((pid for pid in _all_pids() if fd_of(pid, target) is not None), 0)
+
+
 def status_numbers(pid: int, name: str, base: int = 10) -> list[int]:
     """Numbers of a line of /proc/PID/status; none where the process has ended."""
     with suppress(OSError):

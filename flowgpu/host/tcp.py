@@ -7,6 +7,7 @@ one end has sent the other has received. `lost` says where an image shows that i
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 from flowgpu.host import criu_sockets, unix_sockets
 from flowgpu.host.addresses import is_ours
-from flowgpu.host.proctree import fd_targets
+from flowgpu.host.proctree import fd_targets, user_of
 from flowgpu.host.sockets import socket_of
 
 PROC = Path("/proc")
@@ -306,33 +307,61 @@ def let_go(notes: Path, but: Container[int] = ()) -> None:
 
 
 def hindered(images_dir: Path, seconds: float) -> str:
-    """Why the image's connections cannot be made again, in words; empty if they can.
+    """Why the image's sockets cannot be made again, in words; empty if they can.
 
-    Waits until nobody has their ends: the kernel has those of closed connections for a minute, on
-    loopback for a second. It lets go of them at once for who may ask for that. What is left of a
-    connection that a listening socket without SO_REUSEADDR had accepted keeps its port as well.
+    Waits until nobody has the ends of its connections: the kernel has those of closed ones for a
+    minute, on loopback for a second. It lets go of them at once for who may ask for that.
+
+    Waits for the ports at which its sockets listen as well. What is left of a connection that one
+    without SO_REUSEADDR had accepted keeps its port. So does a connection that another program has
+    made from there meanwhile.
     """
     wanted = criu_sockets.tcp_ends(images_dir)
-    ports = criu_sockets.exclusive_ports(images_dir)
+    listeners = criu_sockets.listeners(images_dir)
     for ends in wanted.values():
         if not is_ours(ends.host):
             return f"this machine has not the address of its TCP connection from {ends.words}"
     deadline = time.monotonic() + seconds
-    while wanted or ports:
+    while wanted or listeners:
         rows = _table("self")
         taken = [row for row in rows if row[:2] in wanted and not _is_reusable(row)]
-        left = [row for row in rows if row.state == TIME_WAIT and _port(row.local) in ports]
-        if not taken and not left:
+        held = {one.port for one in listeners if _is_held(one)}
+        if not taken and not held:
             break
         late = time.monotonic() >= deadline
         if taken and (late or any(row.inode for row in taken)):
             return f"its TCP connection from {wanted[taken[0][:2]].words} is another's"
-        if late:
-            return f"its TCP port {int(_port(left[0].local), 16)} is another's"
+        holders = [row for row in rows if int(_port(row.local), 16) in held]
+        holders.sort(key=lambda row: row.state != LISTEN)
+        if held and (late or (holders and holders[0].state == LISTEN)):
+            return f"its TCP port {min(held)} is another's{_who(holders)}"
         with contextlib.suppress(OSError):  # the kernel cannot, or we may not
-            for row in taken + left:
+            for row in taken + [row for row in holders if row.state == TIME_WAIT]:
                 _destroy(row)
         time.sleep(_LOOK_SECONDS)
+    return ""
+
+
+def _is_held(one: criu_sockets.Listener) -> bool:
+    """True if CRIU could not bind a socket there, as it does with SO_REUSEADDR."""
+    family = socket.AF_INET6 if ":" in one.host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, one.shared)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, one.only_6)
+            probe.bind((one.host, one.port))
+    except OSError as error:  # CRIU says what else may be
+        return error.errno == errno.EADDRINUSE
+    return False
+
+
+def _who(rows: Sequence[Row]) -> str:
+    """A process that has one of these sockets, in words; empty where that is not known."""
+    for row in rows:
+        if row.inode and (pid := user_of(f"socket:[{row.inode}]")):
+            return f" (process {pid})"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import socketserver
@@ -52,6 +53,40 @@ def test_a_sender_to_a_server_outside_finds_it_again_or_its_restore_names_it(
         restored = flowgpu("restore", tmp_path / "image")
         assert restored.stdout == "sent 4 gpu True\n", restored.stderr
         assert second.recv(9) == b"line"
+
+
+LISTENER = (
+    GPU
+    + """
+import socket
+server = socket.create_server(("127.0.0.1", int(sys.argv[2])))
+went()
+socket.create_connection(server.getsockname()).send(b"asked")
+print(server.accept()[0].recv(9).decode(), "gpu", gpu())
+"""
+)
+
+
+def test_a_port_that_another_program_has_meanwhile_is_waited_for_or_named(
+    echo: int, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    connection = socket.socket()
+    ending = threading.Timer(2.0, connection.close)
+
+    def connects() -> None:
+        connection.bind(("127.0.0.1", port))
+        connection.connect(("127.0.0.1", echo))
+        ending.start()
+
+    said = said_across_a_restore("state-port", LISTENER, tmp_path, str(port), between=connects)
+    assert said == ["ready", "asked gpu True"]
+    ending.join()
+    with socket.create_server(("127.0.0.1", port)):
+        restored = flowgpu("restore", tmp_path / "image")
+    assert restored.returncode == RestoreFailed.exit_code
+    assert f"its TCP port {port} is another's (process {os.getpid()})" in restored.stderr
 
 
 # Connected to a server outside and to itself, it asks both again after the restore, and connects

@@ -334,6 +334,37 @@ def test_a_connection_is_closed_in_an_image_and_the_others_are_kept(
             assert job.number() == 1
 
 
+LISTENING = """
+import socket, time
+sockets = [
+    socket.create_server(("127.0.0.1", 0)),
+    socket.create_server(("127.0.0.1", 0), reuse_port=True),
+    socket.create_server(("::1", 0), family=socket.AF_INET6),
+    socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True),
+    socket.socket(),
+]
+while True:
+    print(*(one.getsockname()[1] for one in sockets[:4]), flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_where_sockets_listen_is_read_from_an_image(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    job = start(LISTENING)
+    line = job.line()
+    assert line is not None
+    ports = [int(word) for word in line.split()]
+    criu.dump(job.pid, tmp_path / "images")
+    assert criu_sockets.listeners(tmp_path / "images") == [
+        criu_sockets.Listener("127.0.0.1", ports[0]),
+        criu_sockets.Listener("127.0.0.1", ports[1], shared=True),
+        criu_sockets.Listener("::1", ports[2], only_6=True),
+        criu_sockets.Listener("::", ports[3]),
+    ]
+
+
 def test_dump_names_a_device_it_cannot_save(criu: Criu, start: StartJob, tmp_path: Path) -> None:
     needs_device("/dev/loop-control")
     job = start(setup="device = open('/dev/loop-control', 'rb')\n")

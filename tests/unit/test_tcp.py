@@ -8,17 +8,22 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from flowgpu.host import criu_images, criu_sockets, tcp
-from flowgpu.host.criu_sockets import TcpEnds, TcpStream
+from flowgpu.host.criu_sockets import Listener, TcpEnds, TcpStream
 
 ADDRESSES = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
 US = os.getpid()
+
+
+EVERY = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 
 
 @pytest.fixture(params=ADDRESSES, ids=["IPv4", "IPv6"])
@@ -214,7 +219,7 @@ def test_ends_that_a_process_has_are_named_and_those_of_nobody_become_free(
     host = client.getsockname()[0]
     wanted = {ends_of(end): TcpEnds(host, "here to there") for end in (client, accepted)}
     monkeypatch.setattr(criu_sockets, "tcp_ends", lambda folder: wanted)
-    monkeypatch.setattr(criu_sockets, "exclusive_ports", lambda folder: set())
+    monkeypatch.setattr(criu_sockets, "listeners", lambda folder: [])
     assert tcp.hindered(tmp_path, 0) == "its TCP connection from here to there is another's"
     client.close()
     accepted.close()
@@ -239,9 +244,45 @@ def test_a_port_that_a_closed_connection_keeps_becomes_free(
         with pytest.raises(OSError, match="in use"):
             again.bind(address)
         monkeypatch.setattr(criu_sockets, "tcp_ends", lambda folder: {})
-        monkeypatch.setattr(criu_sockets, "exclusive_ports", lambda folder: {f"{address[1]:04X}"})
+        monkeypatch.setattr(criu_sockets, "listeners", lambda folder: [Listener(*address)])
         assert tcp.hindered(tmp_path, 65) == ""
         again.bind(address)
+
+
+def test_a_port_at_which_another_program_listens_is_named_at_once(
+    server: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = server.getsockname()[1]
+    monkeypatch.setattr(criu_sockets, "tcp_ends", lambda folder: {})
+    monkeypatch.setattr(
+        criu_sockets, "listeners", lambda folder: [Listener(EVERY[server.family], port)]
+    )
+    said = f"its TCP port {port} is another's (process {os.getpid()})"
+    assert tcp.hindered(tmp_path, 60) == said
+
+
+def test_a_port_from_which_another_program_has_connected_is_waited_for(
+    server: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes any port that is free for a connection, those of jobs on disk too."""
+    client, (accepted, _) = connected(server), server.accept()
+    port = client.getsockname()[1]
+    listeners = [Listener(EVERY[server.family], port)]
+    monkeypatch.setattr(criu_sockets, "tcp_ends", lambda folder: {})
+    monkeypatch.setattr(criu_sockets, "listeners", lambda folder: listeners)
+    said = f"its TCP port {port} is another's (process {os.getpid()})"
+    with accepted, client:
+        assert tcp.hindered(tmp_path, 0) == said
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(tcp.hindered, tmp_path, 60)
+            time.sleep(0.2)
+            assert not waiting.done()
+            accepted.close()
+            client.close()
+            assert waiting.result() == ""
+    with socket.socket(server.family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(listeners[0][:2])
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "2001:db8::7"])  # of documentation's networks
@@ -250,7 +291,7 @@ def test_an_address_that_this_machine_has_not_is_named(
 ) -> None:
     ends = TcpEnds(host, f"{host} port 1 to {host} port 2")
     monkeypatch.setattr(criu_sockets, "tcp_ends", lambda folder: {("a", "b"): ends})
-    monkeypatch.setattr(criu_sockets, "exclusive_ports", lambda folder: set())
+    monkeypatch.setattr(criu_sockets, "listeners", lambda folder: [])
     said = f"this machine has not the address of its TCP connection from {ends.words}"
     assert tcp.hindered(tmp_path, 0) == said
 
