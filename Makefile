@@ -48,7 +48,7 @@ PYTEST = $(PY) -m pytest --timeout 600 $$($(PY) -c 'import xdist' 2> /dev/null &
 PURE := $(addprefix tests/unit/test_,$(addsuffix .py,active bad_image chunk_plans cli_render coordinator_engine digests docs errors failures filling image_chunks image_pages memory minimum phases reliability))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-htcondor setup-kubernetes setup-podman setup-slurm setup-tensorflow build demo test test-condor test-cuts test-drawn test-emulator test-faults test-kubernetes test-measuring test-modimage test-nodes test-pages test-podman test-ranks test-series test-slurm test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu slurm-storm soak soak-gpu swaps swaps-gpu trials trials-gpu record-programs triton-kernels bench bench-emu bench-ranks bench-stall performance-doc docs lint generate check-generated print-python clean
+.PHONY: help setup setup-htcondor setup-kubernetes setup-podman setup-slurm setup-tensorflow build demo test test-condor test-cuts test-drawn test-emulator test-faults test-kubernetes test-measuring test-modimage test-nodes test-pages test-podman test-ranks test-series test-slurm test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu slurm-storm soak soak-gpu swaps swaps-gpu trials trials-gpu record-programs triton-kernels bench bench-emu bench-nodes bench-ranks bench-stall performance-doc docs lint generate check-generated print-python clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -230,6 +230,11 @@ bench-ranks: build ## Measure RANK_JOBS, ranks of NCCL, on GPUS=1,2,... GPUs (de
 	for engine in native replay; do for job in $(RANK_JOBS); do \
 	  $(PY) -m bench.replicas --engine $$engine --job $$job $(if $(GPUS),--ranks $(GPUS)) --left-running any \
 	    --out $(RAW)/replicas.json; $(SUM_UP) $(RAW)/replicas.json; done; done; $(PY) -m bench.performance
+
+bench-nodes: build ## Measure ranks on two nodes, which are network namespaces of this machine (root)
+	@mkdir -p $(RAW)
+	for how in rebuild keep; do $(PY) -m bench.nodes --communicators $$how --out $(RAW)/nodes.json; \
+	  $(SUM_UP) $(RAW)/nodes.json; done; $(PY) -m bench.performance
 
 bench-stall: build ## Measure what checkpoints cost jobs that go on, and suspend, resume and swap (half an hour)
 	@mkdir -p $(RAW)

@@ -325,6 +325,7 @@ SUMS: dict[str, Callable[[Document, Document], Document]] = {
     "engine-steps": _engine_steps,
     "faults": _faults,
     "kernels": _kernels,
+    "nodes": _by_job,
     "replicas": _by_job,
     "shares": _shares,
     "soak": _soak,

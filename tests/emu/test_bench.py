@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from bench import nodes
 from bench.bench import TIME_UP_EXIT
 from bench.step_time import FEW_LAUNCHES
 from bench.studies import variants
+from tests.emu import ddp_program
 from tests.gpu.site import ROOT
 from tests.patience import SECONDS
 
@@ -174,6 +177,24 @@ def test_ranks_are_measured_by_their_number(engine: str, mode: str, tmp_path: Pa
         assert 0 < left["freeze_seconds"] <= left["stall_seconds"] <= left["total_seconds"]
         assert left["mode"] == mode
     assert len(done.stdout.splitlines()) == 4
+
+
+@pytest.mark.parametrize("communicators", ["keep", "rebuild"])
+def test_ranks_on_two_nodes_are_measured(communicators: str, tmp_path: Path) -> None:
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("hosts take root and the program ip")
+    output = tmp_path / "nodes.json"
+    words = ["--gpu", "emulated", "--repeats", "1", "--communicators", communicators]
+    command = [sys.executable, "-m", "bench.nodes", *words, "--out", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(output.read_text())
+    (row,) = document["rows"]
+    assert 0 < row["cut_seconds"] < row["pause_seconds"]
+    assert 0 < row["restore_seconds"] < row["next_step_seconds"]
+    # Both nodes have the same parameters, and each stores its own.
+    assert row["gpu_bytes_stored"] > 2 * ddp_program.PARAMETERS and row["cpu_bytes"] > 0
+    assert nodes.table(document).splitlines()[2:] == done.stdout.splitlines()[1:]
 
 
 def test_a_call_that_is_cut_off_leaves_its_results_and_no_process(short: Path) -> None:
