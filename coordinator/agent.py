@@ -83,8 +83,9 @@ class Agent:
         for work in (self._run, self._beat):
             threading.Thread(target=work, daemon=True, name="agent").start()
 
-    def ask(self, options: CheckpointOptions, progress: Progress) -> dict[str, Any]:
-        """Have the leader take a checkpoint of all nodes, and give its report. Raises FlowError.
+    def ask(self, what: str, fields: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        """Have the leader do it on all nodes (WAYS in others.py), with these options, and give its
+        report. Raises FlowError.
 
         Where the leader's answer is lost, this node's part tells what became of it.
         """
@@ -92,13 +93,14 @@ class Agent:
         stream = self._wait_for_leader(ASK_SECONDS)
         number, before = next(self._numbers), self._round
         try:
-            stream.send("ask", number=number, options=options.to_fields())
+            stream.send("ask", number=number, what=what, options=fields)
         except StreamEnded as error:
             raise self.gone(str(error)) from error
         with self.changed:
             while number not in self._answers and self.stream is stream:
                 self.changed.wait(LOOK_SECONDS)
-            own = self._wait_for_own(number, before, options.output)
+            image = Path(fields.get("output", ""))
+            own = self._wait_for_own(number, before, what, image)
             answer = self._answers.pop(number, None)
         if answer is None:
             if own is not None and (report := own.report()) is not None:
@@ -109,13 +111,15 @@ class Agent:
         result: dict[str, Any] = answer["result"]
         return result
 
-    def _wait_for_own(self, number: int, before: Round | None, image: Path) -> Round | None:
+    def _wait_for_own(
+        self, number: int, before: Round | None, what: str, image: Path
+    ) -> Round | None:
         """Wait for an answer that may come by the next connection, or until this node's part in
         what was asked for is over. Gives that part, None if there is none; `changed` is held."""
         deadline = math.inf
         while number not in self._answers:
             own = self._round if self._round is not before else None
-            if own is not None and own.image != image:
+            if own is not None and (own.what, own.image) != (what, image):
                 own = None
             if own is not None and not own.over:
                 deadline = math.inf
@@ -369,13 +373,11 @@ class Agent:
             self.changed.notify_all()
 
     def _begin(self, message: Message) -> None:
-        asked = CheckpointOptions.from_fields(message["options"])
         assert self.stream is not None
         progress = self._progress or (lambda phase, done, total: None)
-        made = message["made"] or not asked.output.exists()
-        self._round = Round(self, self.stream, message["epoch"], asked, progress, made)
+        self._round = Round(self, self.stream, message, progress)
         threading.Thread(
-            target=self._take_part, args=(self._round,), daemon=True, name="checkpoint"
+            target=self._take_part, args=(self._round,), daemon=True, name="round"
         ).start()
 
     def _go_on(self, message: Message) -> None:
@@ -420,7 +422,7 @@ class Doubt:
 
 
 class Round(Others):
-    """This node's part in one checkpoint of all of them."""
+    """This node's part in one checkpoint, suspension or resume of all of them."""
 
     alone = False
 
@@ -428,18 +430,15 @@ class Round(Others):
         self,
         agent: Agent,
         stream: NodeStream,
-        epoch: str,
-        asked: CheckpointOptions,
+        message: Message,
         progress: Progress,
-        made: bool,
     ) -> None:
-        """`made`: whether the folder of the image was not there before."""
-        self.id = epoch
-        self.image = asked.output
-        """That of all nodes."""
-        self.options = dataclasses.replace(
-            asked, output=self.image / job_file.part_name(agent.member.node)
-        )
+        """`message`: that it begins."""
+        self.id: str = message["epoch"]
+        self.what: str = message["what"]
+        self.fields: dict[str, Any] = message["options"]
+        self.image = Path(self.fields.get("output", ""))
+        """That of all nodes, in a checkpoint."""
         self.progress = progress
         self.in_doubt = False
         self.over = False
@@ -452,8 +451,16 @@ class Round(Others):
         self._result: dict[str, Any] | None = None
         self._exchanges = self._cuts = 0
         self._orders: dict[int, Order] = {}  # the newest of each cut
-        self._made = made
-        self._shared = (self.image / job_file.mark_name(epoch)).exists()
+        self._made: bool = message["made"] or not self.image.exists()
+        """The folder of the image was not there before."""
+        self._shared = (self.image / job_file.mark_name(self.id)).exists()
+
+    @property
+    def options(self) -> CheckpointOptions:
+        """Those of this node's checkpoint."""
+        asked = CheckpointOptions.from_fields(self.fields)
+        part = self.image / job_file.part_name(self._agent.member.node)
+        return dataclasses.replace(asked, output=part)
 
     def hear(self, message: Message) -> None:
         """What the leader says of it; `Agent.changed` is held."""
@@ -596,16 +603,17 @@ class Round(Others):
     def report(self) -> dict[str, Any] | None:
         """This node's report in the place of the leader's, once it is over; None: there is no
         image. Raises FlowError where that is known to have failed."""
-        if not self._committed:
-            if self._error is not None:
-                raise self._error
+        if self._error is not None and not self._committed:
+            raise self._error
+        if self.what == "checkpoint" and not self._committed:
             return None
         member = self._agent.member
         if self._result is None:
-            missing = "all, once the image was complete"
+            missing = f"all, once the {self.what} was done"
             raise NodesMissing(job=self._agent.job.name, nodes=missing)
         reports = dict.fromkeys(range(member.count)) | {member.node: self._result}
-        return self._result | {"image": str(self.image), "nodes": reports}
+        image = {"image": str(self.image)} if self.what == "checkpoint" else {}
+        return self._result | image | {"nodes": reports}
 
 
 def write_job_file(image: Path, epoch: str, text: str) -> None:

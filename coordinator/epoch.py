@@ -1,7 +1,9 @@
 """One checkpoint of all nodes of a job as data: what a node waits for, and what becomes of it.
 
 Each node takes its own checkpoint (checkpoint.py) and stops in it at some places, its barriers,
-until all nodes have come there (`Barrier` in others.py). The last one is its vote.
+until all nodes have come there (`Barrier` in others.py). The last one is its vote. A suspension or
+a resume of all nodes is an epoch too, but leaves no file. It is decided when all have come to its
+last barrier, and who does not hear of that undoes its part.
 
 Two phases of a commit: with the votes of all nodes the leader renames `job.partial-EPOCH` to
 `job.json`. With that the image is there; without it there is none, and each node removes its part.
@@ -29,11 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.cut_of_nodes import Whole
-from coordinator.others import Barrier
+from coordinator.others import WAYS, Barrier
 from flowgpu.errors import FlowError
 from flowgpu.image import job_file
 
-BARRIERS = tuple(Barrier)
 DOUBT_SECONDS = 60.0
 
 
@@ -51,6 +52,8 @@ class Epoch:
 
     id: str
     nodes: frozenset[int]
+    what: str = "checkpoint"
+    """See WAYS in others.py."""
     verdict: Verdict = Verdict.OPEN
     error: FlowError | None = None
     """The first failure."""
@@ -70,7 +73,7 @@ class Epoch:
     @property
     def waits_at(self) -> Barrier:
         """The barrier that not all have come to."""
-        return BARRIERS[self._at]
+        return WAYS[self.what][self._at]
 
     @property
     def over(self) -> bool:
@@ -88,12 +91,13 @@ class Epoch:
         if self.verdict is not Verdict.OPEN or barrier is not self.waits_at:
             return None
         self._said[node] = said
-        if barrier is Barrier.COMMIT:
+        is_last = barrier is WAYS[self.what][-1]
+        if is_last:
             self.votes = self._said
         if self._said.keys() < self.nodes:
             return None
         all_said = self._said
-        if barrier is not Barrier.COMMIT:
+        if not is_last:
             self._at += 1
             self._said = {}
         return all_said
@@ -112,7 +116,7 @@ class Epoch:
         return self._cuts.setdefault(number, Whole(self.nodes))
 
     def committed(self) -> None:
-        """The image of all nodes is there."""
+        """The image of all nodes is there; or all have come to the last barrier."""
         if self.verdict is not Verdict.OPEN or set(self.votes) != self.nodes:
             raise ValueError("an epoch is committed once, with the votes of all nodes")
         self.verdict = Verdict.COMMITTED
@@ -128,9 +132,10 @@ class Epoch:
     def gone(self, node: int, error: FlowError) -> bool:
         """The connection to a node has ended. True: this has ended the epoch.
 
-        One that has voted hears what became of it when it asks.
+        One that has voted for an image hears what became of it when it asks.
         """
-        if node in self.votes and self.verdict is Verdict.OPEN:
+        may_ask = self.what == "checkpoint" and node in self.votes
+        if may_ask and self.verdict is Verdict.OPEN:
             return False
         aborts = self.failed(node, error)
         if self.verdict is Verdict.ABORTED:

@@ -1,9 +1,9 @@
 """The leader of a job of several nodes: a part of node 0's coordinator.
 
-Every node's coordinator dials it, its own as well (agent.py). It takes requests for checkpoints
-from any of them, leads all nodes through one (epoch.py), and lets the nodes of a restore go on
-together. What it has in memory is worth nothing once it has ended: the next one of node 0 begins
-anew, and the image's files say what was committed.
+Every node's coordinator dials it, its own as well (agent.py). It takes requests for checkpoints,
+suspensions and resumes from any of them, leads all nodes through one (epoch.py), and lets the nodes
+of a restore go on together. What it has in memory is worth nothing once it has ended: the next one
+of node 0 begins anew, and the image's files say what was committed.
 
 Threads: one accepts, one receives from each connection, one does each request. `_changed` guards
 all that they share; messages are sent while it is held, so that each node gets them in one order.
@@ -26,7 +26,7 @@ import flowgpu
 from coordinator.cut_of_nodes import Word
 from coordinator.epoch import Epoch, Verdict, is_committed, settle, take_away
 from coordinator.node_stream import BEAT_SECONDS, Message, NodeStream, StreamEnded
-from coordinator.others import Barrier
+from coordinator.others import WAYS, Barrier
 from coordinator.phases import UNDO_SECONDS
 from coordinator.reunion import Reunion
 from flowgpu import nodes
@@ -38,6 +38,7 @@ from flowgpu.errors import (
     NodeFailed,
     NodesDisagree,
     NodesMissing,
+    NotSuspended,
     OutputUnusable,
     PeerIsIdle,
     words_of,
@@ -46,7 +47,7 @@ from flowgpu.image import job_file, layout
 from flowgpu.image.job_file import JobFile, Part
 from flowgpu.image.writer import check_output
 from flowgpu.nodes import Membership
-from flowgpu.options import CheckpointOptions
+from flowgpu.options import CheckpointOptions, SuspendOptions
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ class Leader:
         self._ids: dict[int, str] = {}
         self._ended: set[int] = set()
         self._epoch: Epoch | None = None
-        self._image = Path()
+        self._image: Path | None = None  # of a checkpoint under way
+        self._doing = ""
         self._asked = 0  # requests that are under way
         self._ready: dict[str, dict[int, Any]] = {}  # by the place that restores have come to
         self._lost_since: dict[int, float] = {}  # nodes that others wait for in a restore
@@ -289,9 +291,14 @@ class Leader:
         elif kind == "reached":
             barrier = Barrier(message["barrier"])
             said = epoch.reached(node, barrier, message["said"])
-            if said is not None and barrier is Barrier.COMMIT:
-                self._commit(epoch)
+            if said is not None and barrier is Barrier.COMMIT and self._image is not None:
+                self._commit(epoch, self._image)
             elif said is not None:
+                if barrier is Barrier.FILLED and not any(said.values()):
+                    self._abort_if(epoch.failed(None, NotSuspended(job=self._job)))
+                    return
+                if barrier is WAYS[epoch.what][-1]:
+                    epoch.committed()
                 log.info("epoch %s: all nodes have come through %s", epoch.id, barrier.value)
                 self._broadcast("go", epoch=epoch.id, barrier=barrier.value, said=said)
 
@@ -299,7 +306,8 @@ class Leader:
         epoch = self._epoch
         if aborts and epoch is not None and epoch.error is not None:
             log.info("epoch %s is aborted: %s", epoch.id, epoch.error)
-            take_away(self._image, epoch.id)
+            if self._image is not None:
+                take_away(self._image, epoch.id)
             self._broadcast("abort", epoch=epoch.id, error=self._named(epoch).as_dict())
 
     def _named(self, epoch: Epoch) -> FlowError:
@@ -308,7 +316,7 @@ class Leader:
         reason = _reason(epoch.error)
         return NodeFailed(node=epoch.failed_node, job=self._job, reason=reason)
 
-    def _commit(self, epoch: Epoch) -> None:
+    def _commit(self, epoch: Epoch, image: Path) -> None:
         file = JobFile(
             epoch=epoch.id,
             job=self._job,
@@ -317,19 +325,19 @@ class Leader:
             parts=tuple(Part(node, *epoch.votes[node]) for node in sorted(epoch.nodes)),
         )
         text = file.to_json()
-        mark = self._image / job_file.mark_name(epoch.id)
+        mark = image / job_file.mark_name(epoch.id)
         try:
             with open(mark, "r+") as target:
                 target.write(text)
                 target.flush()
                 layout.sync(mark)
-            job_file.sync_rename(mark, self._image / job_file.JOB_FILE)
+            job_file.sync_rename(mark, image / job_file.JOB_FILE)
         except OSError as error:
-            if is_committed(self._image, epoch.id):
-                log.warning("%s: %s", self._image, error)  # it is there, if not on the disk yet
+            if is_committed(image, epoch.id):
+                log.warning("%s: %s", image, error)  # it is there, if not on the disk yet
             else:
                 reason = f"{job_file.JOB_FILE}: {error.strerror or error}"
-                failed = OutputUnusable(path=self._image, reason=reason)
+                failed = OutputUnusable(path=image, reason=reason)
                 self._abort_if(epoch.failed(None, failed))
                 return
         epoch.committed()
@@ -342,7 +350,6 @@ class Leader:
         if epoch is not None and epoch.id == epoch_id:
             if epoch.verdict is Verdict.OPEN:
                 return  # it hears it with the others
-            image = self._image
         else:
             settle(image, epoch_id)
         if is_committed(image, epoch_id):
@@ -355,15 +362,15 @@ class Leader:
     # Requests
 
     def _answer(self, node: int, stream: NodeStream | None, message: Message) -> None:
-        number = message["number"]
+        number, what = message["number"], message["what"]
         try:
-            options = CheckpointOptions.from_fields(message["options"])
-            result = self._take(options, node, stream)
+            result = self._take(what, message["options"], node, stream)
         except FlowError as error:
             self._reply(node, number, error=error.as_dict())
         except Exception as error:
-            log.exception("a checkpoint of all nodes")
-            internal = InternalError(action="a checkpoint of all nodes", error=words_of(error))
+            action = f"a {what} of all nodes"
+            log.exception(action)
+            internal = InternalError(action=action, error=words_of(error))
             self._reply(node, number, error=internal.as_dict())
         else:
             self._reply(node, number, result=result)
@@ -376,37 +383,45 @@ class Leader:
             self._tell(node, "answer", number=number, **fields)
 
     def _take(
-        self, options: CheckpointOptions, node: int, stream: NodeStream | None
+        self, what: str, fields: dict[str, Any], node: int, stream: NodeStream | None
     ) -> dict[str, Any]:
-        """One checkpoint of all nodes, begun again where processes that come and go disturb it.
+        """One checkpoint, suspension or resume of all nodes, begun again where processes that come
+        and go disturb it.
 
         Raises FlowError, with the job as it was.
         """
         began = time.monotonic()
-        with self._only_one(options.output):
+        image, seconds = None, 0.0
+        if what == "checkpoint":
+            checkpoint = CheckpointOptions.from_fields(fields)
+            image, seconds = checkpoint.output, checkpoint.pause_seconds
+        elif what == "suspension":
+            seconds = SuspendOptions.from_fields(fields).pause(Path.cwd()).pause_seconds
+        with self._only_one(what, image):
             self._wait_for_all()
             self._refuse_without_asker(node, stream)
-            check_output(options.output)
+            if image is not None:
+                check_output(image)
             while True:
-                epoch = self._run(options)
+                epoch = self._run(what, fields, image)
                 if epoch.verdict is Verdict.COMMITTED:
-                    return self._result(epoch, options, began)
+                    return self._result(epoch, image, began)
                 error = self._named(epoch)
-                if not epoch.disturbed or time.monotonic() >= began + options.pause_seconds:
+                if not epoch.disturbed or time.monotonic() >= began + seconds:
                     raise error
                 log.info("taken again: %s", error)
 
     @contextlib.contextmanager
-    def _only_one(self, image: Path) -> Iterator[None]:
+    def _only_one(self, what: str, image: Path | None) -> Iterator[None]:
         with self._changed:
-            if self._image != Path():
-                raise Busy(job=self._job, action="a checkpoint")
-            self._image = image
+            if self._doing:
+                raise Busy(job=self._job, action=f"a {self._doing}")
+            self._doing, self._image = what, image
         try:
             yield
         finally:
             with self._changed:
-                self._image, self._epoch = Path(), None
+                self._doing, self._image, self._epoch = "", None, None
 
     def _wait_for_all(self) -> None:
         deadline = time.monotonic() + JOIN_SECONDS
@@ -424,10 +439,24 @@ class Leader:
                 reason = f"the connection to node {node}, which has asked, has ended"
                 raise LeaderGone(job=self._job, leader=self._member.leader, reason=reason)
 
-    def _run(self, options: CheckpointOptions) -> Epoch:
+    def _run(self, what: str, fields: dict[str, Any], image: Path | None) -> Epoch:
         """One try."""
-        image = options.output
-        epoch = Epoch(secrets.token_hex(8), frozenset(range(self._member.count)))
+        epoch = Epoch(secrets.token_hex(8), frozenset(range(self._member.count)), what)
+        made = image is not None and self._make_folder(image, epoch)
+        with self._changed:
+            self._epoch = epoch
+            log.info("epoch %s begins: a %s", epoch.id, what)
+            self._broadcast("begin", epoch=epoch.id, what=what, options=fields, made=made)
+            for node in epoch.nodes - self._streams.keys():
+                self._abort_if(epoch.gone(node, self._no_part(node, "just now")))
+            self._wait_until_over(epoch)
+        if epoch.verdict is not Verdict.COMMITTED and image is not None and made:
+            with contextlib.suppress(OSError):  # a node that is cut off has not removed its part
+                image.rmdir()
+        return epoch
+
+    def _make_folder(self, image: Path, epoch: Epoch) -> bool:
+        """With the file that names the epoch in it. True: it was not there before."""
         made = not image.exists()
         try:
             image.mkdir(layout.DIR_MODE, parents=True, exist_ok=True)
@@ -435,18 +464,7 @@ class Leader:
                 pass
         except OSError as error:
             raise OutputUnusable(path=image, reason=error.strerror or str(error)) from error
-        with self._changed:
-            self._epoch = epoch
-            fields = options.to_fields()
-            log.info("epoch %s begins", epoch.id)
-            self._broadcast("begin", epoch=epoch.id, options=fields, made=made)
-            for node in epoch.nodes - self._streams.keys():
-                self._abort_if(epoch.gone(node, self._no_part(node, "just now")))
-            self._wait_until_over(epoch)
-        if epoch.verdict is not Verdict.COMMITTED and made:
-            with contextlib.suppress(OSError):  # a node that is cut off has not removed its part
-                image.rmdir()
-        return epoch
+        return made
 
     def _wait_until_over(self, epoch: Epoch) -> None:
         deadline = None
@@ -459,13 +477,17 @@ class Leader:
                     return
             self._changed.wait(1.0)
 
-    def _result(self, epoch: Epoch, options: CheckpointOptions, began: float) -> dict[str, Any]:
+    def _result(self, epoch: Epoch, image: Path | None, began: float) -> dict[str, Any]:
         """The reports of all nodes as one: the longest times, and all bytes."""
         found = [epoch.results[node] for node in sorted(epoch.results)]
+        if image is None and (missing := sorted(epoch.nodes - epoch.results.keys())):
+            nodes = ", ".join(map(str, missing))
+            raise NodesMissing(job=self._job, nodes=f"{nodes}, once the {epoch.what} was done")
         if not found:
             raise NodesMissing(job=self._job, nodes="all, once the image was complete")
         whole = together(found)
-        whole["image"] = str(options.output)
+        if image is not None:
+            whole["image"] = str(image)
         whole["total_seconds"] = time.monotonic() - began
         whole["nodes"] = {node: epoch.results.get(node) for node in sorted(epoch.nodes)}
         return whole

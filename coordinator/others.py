@@ -33,6 +33,19 @@ class Barrier(Enum):
     """They are dumped. It says what it has of each connection. None goes on before this."""
     COMMIT = "commit"
     """Its part of the image is whole: its vote."""
+    PARK = "park"
+    """In a suspension: what its GPUs had is in the host's memory."""
+    FILLED = "filled"
+    """In a resume: its GPUs have that again, and nothing is lost if it goes no further. It says
+    whether it was suspended."""
+
+
+WAYS = {
+    "checkpoint": tuple(one for one in Barrier if one not in (Barrier.PARK, Barrier.FILLED)),
+    "suspension": (Barrier.PREPARE, Barrier.GATE, Barrier.PARK),
+    "resume": (Barrier.FILLED,),
+}
+"""Through which of them all nodes come in what is done to a job, in this order."""
 
 
 class Others:

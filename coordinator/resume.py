@@ -17,6 +17,7 @@ from coordinator import faults
 from coordinator.bringup import BringUp
 from coordinator.control_state import engines, put_back
 from coordinator.host_copy import HostCopy
+from coordinator.others import ALONE, Barrier, Others
 from coordinator.parked import Parked
 from coordinator.phases import UNDO_SECONDS
 from coordinator.process import kill_tree, serves
@@ -39,10 +40,18 @@ class Resume:
     """One resume; `run` once."""
 
     def __init__(
-        self, job: RunningJob, parked: Parked, host: HostCopy, progress: Progress, *, drop: bool
+        self,
+        job: RunningJob,
+        parked: Parked,
+        host: HostCopy,
+        progress: Progress,
+        *,
+        drop: bool,
+        others: Others = ALONE,
     ) -> None:
         """`drop`: whether the host's memory is freed then, in the place of being kept for the next
-        suspension."""
+        suspension. `others`: the job's other nodes, which come back at the same time."""
+        self._others = others
         self._job = job
         self._parked = parked
         self._host = host
@@ -58,6 +67,7 @@ class Resume:
         began = time.monotonic()
         try:
             self._fill()
+            self._others.reached(Barrier.FILLED, self._session.deadline, True)
         except Exception as error:
             log.exception("resume")
             self._link.kill()

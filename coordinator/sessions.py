@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordinator.ghosts import Ghosts
-from coordinator.others import ALONE, Others
+from coordinator.others import ALONE, Barrier, Others
 from coordinator.process import alive
 from coordinator.server import Client
 from coordinator.session import Progress, RunningJob
@@ -89,22 +89,28 @@ class Sessions:
             return self._checkpoint(client.progress, options, on_running)
         if options.base is not None:
             raise Unsupported(name="several nodes, for which no image before can be taken up")
-        result = self._agent.ask(options, client.progress)
+        result = self._agent.ask("checkpoint", options.to_fields(), client.progress)
         if not options.leave_running:
             self._ended.wait(LINGER_SECONDS)
         return result
 
     def _take_part(self, others: Round) -> None:
-        """Take this node's part in a checkpoint of all of them."""
+        """Take this node's part in what is done on all of them."""
         result: dict[str, Any] | None = None
         try:
-            result = self._checkpoint(others.progress, others.options, others=others)
+            if others.what == "suspension":
+                options = SuspendOptions.from_fields(others.fields)
+                result = self._suspend_here(others.progress, options, others)
+            elif others.what == "resume":
+                result = self._resume_here(others.progress, bool(others.fields.get("drop")), others)
+            else:
+                result = self._checkpoint(others.progress, others.options, others=others)
         except FlowError as error:
             others.failed(error, False)
         except Exception as error:
-            log.exception("a checkpoint of all nodes")
-            internal = InternalError(action="a checkpoint of all nodes", error=words_of(error))
-            others.failed(internal, False)
+            action = f"a {others.what} of all nodes"
+            log.exception(action)
+            others.failed(InternalError(action=action, error=words_of(error)), False)
         finally:
             others.done(result)
 
@@ -137,6 +143,8 @@ class Sessions:
         with self._only_session("a checkpoint"):
             # The kernel would end the largest process, which is the job's.
             memory.need(FIRST_BYTES, f"a checkpoint of job {self._job.name!r}")
+            if self._job.parked is not None and not others.alone:
+                raise Unsupported(name="several nodes, for a dump of what is suspended")
             from coordinator.checkpoint import take
             from flowgpu.image.writer import check_output
 
@@ -175,7 +183,12 @@ class Sessions:
     def _on_suspend(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
         options = SuspendOptions.from_fields(fields)
         if self._agent is not None:
-            raise Unsupported(name="several nodes, for a suspension")
+            return self._agent.ask("suspension", options.to_fields(), client.progress)
+        return self._suspend_here(client.progress, options)
+
+    def _suspend_here(
+        self, progress: Progress, options: SuspendOptions, others: Others = ALONE
+    ) -> dict[str, Any]:
         with self._only_session("a suspension"):
             if self._job.parked is not None:
                 raise Suspended(job=self._job.name, action="suspended again")
@@ -185,30 +198,48 @@ class Sessions:
             self._record(state=CHECKPOINTING, dump=None)
             try:
                 with self._ghosts.session():
-                    result = suspend(self._job, options, self._told(client.progress))
+                    told = self._told(progress)
+                    result = suspend(self._job, options, told, others)
                 self._ghosts.prepare(suspended=True)
                 return result
             finally:
                 self._record_state(spoilt=list(self._job.spoilt.items()))
 
     def _on_resume(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
+        drop = bool(fields.get("drop"))
+        if self._agent is not None:
+            return self._agent.ask("resume", {"drop": drop}, client.progress)
+        return self._resume_here(client.progress, drop)
+
+    def _resume_here(
+        self, progress: Progress, drop: bool, others: Others = ALONE
+    ) -> dict[str, Any]:
         with self._only_session("a resume"):
             parked, host = self._job.parked, self._job.host
             if parked is None or host is None:
-                raise NotSuspended(job=self._job.name)
+                return self._resume_others(others)
             memory.need(FIRST_BYTES, f"to resume job {self._job.name!r}")
             from coordinator.resume import Resume
 
-            drop = bool(fields.get("drop"))
             self._ghosts.rest(False)  # the ghost of the resume may stay
             try:
                 with self._ghosts.session():
-                    told = self._told(client.progress)
-                    result = Resume(self._job, parked, host, told, drop=drop).run()
+                    told = self._told(progress)
+                    result = Resume(self._job, parked, host, told, drop=drop, others=others).run()
                 self._ghosts.prepare(suspended=False)
                 return result
             finally:
                 self._record_state()
+
+    def _resume_others(self, others: Others) -> dict[str, Any]:
+        """The job runs here. Raises NotSuspended where it does on all nodes."""
+        from coordinator.resume import LIMITS
+
+        if others.alone:
+            raise NotSuspended(job=self._job.name)
+        others.reached(Barrier.FILLED, time.monotonic() + LIMITS["fill"], False)
+        nothing = {"resume_seconds": 0.0, "phases": {}, "gpu_bytes_stored": 0, "host_bytes": 0}
+        return {"job": self._job.name, **nothing}
 
     def _record_state(self, **changes: Any) -> None:
         """Record the state of a job that has no session under way."""

@@ -17,6 +17,7 @@ from coordinator import faults, obstacles
 from coordinator.communicators import refuse_uncounted
 from coordinator.host_copy import HostCopy
 from coordinator.move_plan import plan_for
+from coordinator.others import ALONE, Barrier, Others
 from coordinator.parked import Parked
 from coordinator.pause import GHOST_BYTES, Attempts, Pause
 from coordinator.phases import Goal, Outcome, Phase
@@ -33,16 +34,19 @@ from flowgpu.wire import Fault
 log = logging.getLogger(__name__)
 
 
-def suspend(job: RunningJob, options: SuspendOptions, progress: Progress) -> dict[str, Any]:
-    """Suspend it; once more where processes that begin or end have disturbed that."""
+def suspend(
+    job: RunningJob, options: SuspendOptions, progress: Progress, others: Others = ALONE
+) -> dict[str, Any]:
+    """Suspend it; once more where processes that begin or end have disturbed that. With `others`,
+    who leads all nodes tries again."""
     began, folder = time.monotonic(), JobDir(job.directory).host_copy
     attempts = Attempts(options.pause(folder).pause_seconds)
     while True:
-        suspension = Suspension(job, options, progress, began)
+        suspension = Suspension(job, options, progress, began, others)
         try:
             return suspension.run()
         except FlowError as error:
-            if not attempts.again(suspension, error):
+            if not others.alone or not attempts.again(suspension, error):
                 raise
 
 
@@ -52,11 +56,16 @@ class Suspension(Pause):
     action = "suspension"
 
     def __init__(
-        self, job: RunningJob, options: SuspendOptions, progress: Progress, began: float
+        self,
+        job: RunningJob,
+        options: SuspendOptions,
+        progress: Progress,
+        began: float,
+        others: Others = ALONE,
     ) -> None:
         folder = JobDir(job.directory).host_copy
         goal = Goal.PARKED if options.keep_context else Goal.SUSPENDED
-        super().__init__(job, options.pause(folder), progress, goal, began)
+        super().__init__(job, options.pause(folder), progress, goal, began, others)
         self._keeps = options.keep_context
         if job.host is None:
             job.host = HostCopy(folder)
@@ -92,6 +101,11 @@ class Suspension(Pause):
             self._prepare_copy(gpus)
         if self._keeps:
             self._refuse_late()
+        self._reached(Barrier.PREPARE)
+
+    def _gate(self) -> None:
+        super()._gate()
+        self._reached(Barrier.GATE)
 
     def _choose(self) -> None:
         if self._keeps:
@@ -125,6 +139,7 @@ class Suspension(Pause):
             group.detach()
         if copy.under_way:
             copy.end()
+        self._reached(Barrier.PARK)
         seconds = time.monotonic() - group.pause_began
         parked = Parked(self._gpu_side(), self._keeps, seconds)
         parked.save(JobDir(job.directory).parked)
@@ -158,6 +173,13 @@ class Suspension(Pause):
             self._host.close()
             self._job.host = None
 
+    def _phase_seconds(self) -> dict[str, float]:
+        group = self._group
+        found = {phase.value: seconds for phase, seconds in self._seconds.items()}
+        gate = found[Phase.GATE.value] - group.waited - group.cut_seconds
+        found[Phase.GATE.value] = max(gate, 0.0)
+        return found if group.cut is None else found | {"cut": group.cut_seconds}
+
     def _result(self) -> dict[str, Any]:
         if self._parked is None:
             raise RuntimeError("a suspension that succeeded has nothing parked")
@@ -172,7 +194,7 @@ class Suspension(Pause):
             "gpu": self._job.gpu,
             "suspend_seconds": self._parked.seconds,
             "total_seconds": time.monotonic() - self._began,
-            "phases": {phase.value: seconds for phase, seconds in self._seconds.items()},
+            "phases": self._phase_seconds(),
             "copy_seconds": self._copy.seconds,
             "gpu_bytes_reserved": gpu.gpu_bytes_reserved,
             "gpu_bytes_freed": blocks if self._keeps else gpu.gpu_bytes_reserved,

@@ -291,6 +291,7 @@ LANES = {
             "tests/emu/test_nodes_addresses.py",
             "tests/emu/test_nodes_connections.py",
             "tests/emu/test_nodes_nccl.py",
+            "tests/emu/test_nodes_suspend.py",
         ),
         inputs=(
             *PRODUCT,

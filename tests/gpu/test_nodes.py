@@ -12,9 +12,15 @@ from pathlib import Path
 import pytest
 
 from flowgpu import errors
-from tests.emu import test_nodes, test_nodes_addresses, test_nodes_connections
+from tests.emu import (
+    test_nodes,
+    test_nodes_addresses,
+    test_nodes_connections,
+    test_nodes_suspend,
+)
 from tests.emu.test_nodes import Node, Nodes
 from tests.emu.test_nodes_nccl import restore
+from tests.emu.test_nodes_suspend import resumed, suspended
 from tests.gpu.catalogue import catalogue
 from tests.gpu.slots import VISIBLE, visible_gpus
 from tests.gpu.test_checkpoint import KIND
@@ -38,6 +44,7 @@ def nodes(both: Nodes) -> Nodes:
 
 
 test_dumped = test_nodes.test_a_job_of_two_nodes_is_dumped_and_restored_again_and_again
+test_suspended = test_nodes_suspend.test_all_nodes_are_suspended_and_resumed_as_one
 test_left_running = test_nodes.test_a_job_that_is_left_running_loses_nothing_and_its_image_restores
 test_connections = test_nodes_connections.test_tcp_connections_between_nodes_are_kept
 test_elsewhere = test_nodes_addresses.test_connections_between_nodes_go_on_at_other_addresses
@@ -118,6 +125,9 @@ def test_data_parallel_ranks_of_two_hosts_end_as_undisturbed_ones(
     wait_steps(ranks[0])
     done = ranks.ask("checkpoint", tmp_path / "running", *how)
     assert done.returncode == 0, done.stderr
+    for at in range(2):
+        wait_steps(ranks[0])
+        print(suspended(ranks, at=at), resumed(ranks, at=1 - at))
     for number in range(2):
         wait_steps(ranks[0])
         image = tmp_path / f"image{number}"

@@ -16,7 +16,7 @@ import pytest
 from coordinator import agent as agents
 from coordinator.agent import Agent, Round
 from coordinator.leader import Leader
-from coordinator.others import Barrier
+from coordinator.others import WAYS
 from coordinator.session import RunningJob
 from flowgpu.errors import FlowError, LeaderGone, NodeFailed
 from flowgpu.image import layout
@@ -43,7 +43,7 @@ class Node:
         result: dict[str, Any] | None = None
         try:
             self.begins.wait(SECONDS)
-            for barrier in list(Barrier)[:-1]:
+            for barrier in WAYS["checkpoint"][:-1]:
                 round.reached(barrier, time.monotonic() + SECONDS)
             part = round.options.output
             part.mkdir(parents=True)
@@ -68,7 +68,8 @@ class Asked:
 
     def _run(self) -> None:
         try:
-            self._found = self._agent.ask(self._options, lambda phase, done, total: None)
+            fields = self._options.to_fields()
+            self._found = self._agent.ask("checkpoint", fields, lambda phase, done, total: None)
         except FlowError as error:
             self._found = error
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.epoch import BARRIERS, Epoch, Verdict, is_committed, settle, take_away
-from coordinator.others import Barrier
+from coordinator.epoch import Epoch, Verdict, is_committed, settle, take_away
+from coordinator.others import WAYS, Barrier
 from flowgpu.errors import Busy, FlowError, ImageDamaged, NodeFailed
 from flowgpu.image.job_file import (
     JOB_FILE,
@@ -25,6 +25,7 @@ from flowgpu.image.job_file import (
 )
 from flowgpu.image.layout import MANIFEST
 
+BARRIERS = WAYS["checkpoint"]
 LOST = FlowError(reason="it is gone")
 
 
@@ -113,6 +114,28 @@ def test_a_vote_stands_when_its_node_is_lost() -> None:
     one.reached(1, Barrier.COMMIT, "b")
     assert not one.gone(1, LOST)
     assert one.reached(0, Barrier.COMMIT, "a") == {0: "a", 1: "b"}
+
+
+@pytest.mark.parametrize("what", ["suspension", "resume"])
+def test_what_leaves_no_file_is_decided_when_all_have_come_to_its_last_place(what: str) -> None:
+    epoch = Epoch("e1", frozenset(range(2)), what)
+    for barrier in WAYS[what]:
+        assert epoch.verdict is Verdict.OPEN and epoch.reached(0, barrier, "a") is None
+        assert epoch.reached(0, Barrier.COMMIT) is None
+        assert epoch.reached(1, barrier, "b") == {0: "a", 1: "b"}
+    epoch.committed()
+    assert epoch.reached(0, WAYS[what][-1]) is None
+    assert not epoch.gone(1, LOST) and epoch.verdict is Verdict.COMMITTED
+
+
+@pytest.mark.parametrize("what", ["suspension", "resume"])
+def test_who_is_lost_at_the_last_place_ends_what_leaves_no_file(what: str) -> None:
+    epoch = Epoch("e1", frozenset(range(2)), what)
+    for barrier in WAYS[what][:-1]:
+        for node in range(2):
+            epoch.reached(node, barrier)
+    epoch.reached(0, WAYS[what][-1])
+    assert epoch.gone(0, LOST) and epoch.verdict is Verdict.ABORTED
 
 
 def test_what_fails_after_the_commit_changes_nothing() -> None:

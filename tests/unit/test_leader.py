@@ -19,7 +19,7 @@ from coordinator import node_stream
 from coordinator.cut_of_nodes import Word
 from coordinator.leader import Leader, together
 from coordinator.node_stream import Message, NodeStream, StreamEnded, dial
-from coordinator.others import Barrier
+from coordinator.others import WAYS, Barrier
 from flowgpu import errors
 from flowgpu.errors import Busy, FlowError
 from flowgpu.image.job_file import JOB_FILE, JobFile
@@ -73,7 +73,7 @@ class Node:
             self.changed.notify_all()
 
     def _take_part(self, epoch: str) -> None:
-        for barrier in Barrier:
+        for barrier in WAYS["checkpoint"]:
             if barrier is self.fails_at:
                 error = Busy(job=JOB, action="its end").as_dict()
                 self.say("failed", epoch=epoch, error=error, disturbed=False)
@@ -117,8 +117,14 @@ class Node:
                 assert left > 0, self.heard
                 self.changed.wait(left)
 
+    def begin(self, image: Path, number: int = 0) -> None:
+        options = CheckpointOptions(image).to_fields()
+        self.say("ask", number=number, what="checkpoint", options=options)
+
     def ask(self, image: Path, number: int = 0) -> dict[str, Any] | FlowError:
-        self.say("ask", number=number, options=CheckpointOptions(image).to_fields())
+        self.say(
+            "ask", number=number, what="checkpoint", options=CheckpointOptions(image).to_fields()
+        )
         answer = self.wait(lambda m: m if m["is"] == "answer" and m["number"] == number else None)
         if "error" in answer:
             return FlowError.from_dict(answer["error"])
@@ -226,7 +232,7 @@ def test_what_is_exchanged_and_a_cut_and_new_ids_go_by_the_leader(job: Job, tmp_
         assert ids == [[f"of {node.node}", 1, "1d"]]
 
 
-@pytest.mark.parametrize("barrier", Barrier)
+@pytest.mark.parametrize("barrier", WAYS["checkpoint"])
 def test_a_failure_of_one_is_told_to_all_and_leaves_nothing(
     job: Job, tmp_path: Path, barrier: Barrier
 ) -> None:
@@ -247,7 +253,12 @@ def test_a_node_that_is_lost_fails_it(job: Job, tmp_path: Path) -> None:
     nodes[2].goes.clear()
     thread = threading.Thread(target=nodes[2].waits.wait)
     thread.start()
-    nodes[0].say("ask", number=0, options=CheckpointOptions(tmp_path / "image").to_fields())
+    nodes[0].say(
+        "ask",
+        number=0,
+        what="checkpoint",
+        options=CheckpointOptions(tmp_path / "image").to_fields(),
+    )
     thread.join()
     nodes[2].stream.close()
     error = nodes[0].wait(lambda m: m["error"] if m["is"] == "answer" else None)
@@ -259,7 +270,12 @@ def test_a_node_that_is_lost_fails_it(job: Job, tmp_path: Path) -> None:
 def test_one_at_a_time(job: Job, tmp_path: Path) -> None:
     nodes = job()
     nodes[2].goes.clear()
-    nodes[0].say("ask", number=0, options=CheckpointOptions(tmp_path / "image").to_fields())
+    nodes[0].say(
+        "ask",
+        number=0,
+        what="checkpoint",
+        options=CheckpointOptions(tmp_path / "image").to_fields(),
+    )
     nodes[2].waits.wait()
     assert isinstance(nodes[1].ask(tmp_path / "other"), Busy)
     nodes[2].goes.set()
@@ -281,7 +297,12 @@ def test_nothing_is_begun_for_who_was_cut_off_meanwhile(
 ) -> None:
     of_job = Membership(2, 0, member.leader, SECRET)
     leader, asker = lead(of_job), Node(of_job, 0)
-    asker.say("ask", number=0, options=CheckpointOptions(tmp_path / "image").to_fields())
+    asker.say(
+        "ask",
+        number=0,
+        what="checkpoint",
+        options=CheckpointOptions(tmp_path / "image").to_fields(),
+    )
     wait_for(lambda: leader._asked, "the request")
     nodes = [Node(of_job, 0)]
     nodes[0].wait(lambda message: message["is"] == "welcome" or None)
@@ -375,7 +396,7 @@ def test_many_nodes_take_no_more_messages_each_than_few(job: Job, tmp_path: Path
     began = time.process_time()
     assert isinstance(nodes[MANY - 1].ask(tmp_path / "image"), dict)
     used = time.process_time() - began
-    assert {node.sent["reached"] for node in nodes} == {len(Barrier)}
+    assert {node.sent["reached"] for node in nodes} == {len(WAYS["checkpoint"])}
     assert all(len(node.heard) <= len(Barrier) + 10 for node in nodes)
     assert (tmp_path / "image" / JOB_FILE).stat().st_size < 2 << 20
     assert used < MOST_SECONDS
@@ -393,7 +414,12 @@ def test_a_leader_whose_disk_is_slow_does_not_seem_to_be_gone(
     monkeypatch.setattr(leading, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(leading.layout, "sync", sync)
     nodes = job()
-    nodes[0].say("ask", number=0, options=CheckpointOptions(tmp_path / "image").to_fields())
+    nodes[0].say(
+        "ask",
+        number=0,
+        what="checkpoint",
+        options=CheckpointOptions(tmp_path / "image").to_fields(),
+    )
     assert writes.wait(SECONDS)
     try:
         for node in nodes:
