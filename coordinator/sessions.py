@@ -21,6 +21,7 @@ from coordinator.session import Progress, RunningJob
 from coordinator.steps import Steps
 from coordinator.tickets import Ticket
 from flowgpu.errors import (
+    ENDING,
     Busy,
     FlowError,
     InternalError,
@@ -272,7 +273,7 @@ class Sessions:
         try:
             self._doing = action
             if self._ended.is_set() or not alive(self._job.root_pid):
-                raise Busy(job=self._job.name, action="its end")
+                raise Busy(job=self._job.name, action=ENDING)
             yield
         finally:
             self._doing, self._steps = "", None

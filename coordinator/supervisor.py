@@ -42,6 +42,7 @@ from coordinator.steps import Steps
 from coordinator.tasks import TaskChannel
 from flowgpu.errors import (
     DUMPED_EXIT,
+    ENDING,
     CoordinatorGone,
     CoordinatorReplaced,
     FlowError,
@@ -344,7 +345,7 @@ class Supervisor(Sessions):
 
     def _finish(self, server: Server) -> None:
         with self._session:
-            self._doing = "its end"
+            self._doing = ENDING
             self._ghosts.close()
             for pid in own_children(self._kept.keeper):
                 # Nothing of a job outlives its root: nobody would be left to read its output. But a

@@ -386,6 +386,10 @@ class CoordinatorReplaced(FlowError):
     hint = "Ask again. An image under the name that was asked for is whole, if there is one."
 
 
+ENDING = "its end"
+"""What a job that has ended is busy with, until its coordinator has."""
+
+
 class Busy(FlowError):
     """Job {job!r} is busy: {action} is in progress."""
 

@@ -14,6 +14,7 @@ from types import FrameType
 from flowgpu import saving, start
 from flowgpu.client import Event
 from flowgpu.errors import (
+    ENDING,
     Busy,
     CoordinatorGone,
     CoordinatorReplaced,
@@ -110,6 +111,8 @@ class Series:
         except (CoordinatorGone, JobEnded):
             return
         except FlowError as error:
+            if isinstance(error, Busy) and error.fields["action"] == ENDING:
+                return
             if str(error) != self._said:  # not again and again
                 self._said = str(error)
                 self._say(f"flowgpu: no image this time: {error}")
