@@ -712,12 +712,6 @@ def test_the_secret_is_not_in_the_job_or_its_image(nodes: Nodes, image: Path) ->
     assert (image / JOB_FILE).stat().st_mode & 0o77 == 0
 
 
-def test_suspensions_of_several_nodes_are_refused(nodes: Nodes) -> None:
-    nodes.run()
-    failed(nodes[0].flowgpu("suspend", NAME), errors.Unsupported)
-    nodes.check_end()
-
-
 def test_a_series_of_several_nodes_has_images_that_restore(nodes: Nodes, tmp_path: Path) -> None:
     nodes.run()
     store = Store(tmp_path / "store")
