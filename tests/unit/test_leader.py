@@ -122,9 +122,7 @@ class Node:
         self.say("ask", number=number, what="checkpoint", options=options)
 
     def ask(self, image: Path, number: int = 0) -> dict[str, Any] | FlowError:
-        self.say(
-            "ask", number=number, what="checkpoint", options=CheckpointOptions(image).to_fields()
-        )
+        self.begin(image, number)
         answer = self.wait(lambda m: m if m["is"] == "answer" and m["number"] == number else None)
         if "error" in answer:
             return FlowError.from_dict(answer["error"])
@@ -253,12 +251,7 @@ def test_a_node_that_is_lost_fails_it(job: Job, tmp_path: Path) -> None:
     nodes[2].goes.clear()
     thread = threading.Thread(target=nodes[2].waits.wait)
     thread.start()
-    nodes[0].say(
-        "ask",
-        number=0,
-        what="checkpoint",
-        options=CheckpointOptions(tmp_path / "image").to_fields(),
-    )
+    nodes[0].begin(tmp_path / "image")
     thread.join()
     nodes[2].stream.close()
     error = nodes[0].wait(lambda m: m["error"] if m["is"] == "answer" else None)
@@ -270,12 +263,7 @@ def test_a_node_that_is_lost_fails_it(job: Job, tmp_path: Path) -> None:
 def test_one_at_a_time(job: Job, tmp_path: Path) -> None:
     nodes = job()
     nodes[2].goes.clear()
-    nodes[0].say(
-        "ask",
-        number=0,
-        what="checkpoint",
-        options=CheckpointOptions(tmp_path / "image").to_fields(),
-    )
+    nodes[0].begin(tmp_path / "image")
     nodes[2].waits.wait()
     assert isinstance(nodes[1].ask(tmp_path / "other"), Busy)
     nodes[2].goes.set()
@@ -297,12 +285,7 @@ def test_nothing_is_begun_for_who_was_cut_off_meanwhile(
 ) -> None:
     of_job = Membership(2, 0, member.leader, SECRET)
     leader, asker = lead(of_job), Node(of_job, 0)
-    asker.say(
-        "ask",
-        number=0,
-        what="checkpoint",
-        options=CheckpointOptions(tmp_path / "image").to_fields(),
-    )
+    asker.begin(tmp_path / "image")
     wait_for(lambda: leader._asked, "the request")
     nodes = [Node(of_job, 0)]
     nodes[0].wait(lambda message: message["is"] == "welcome" or None)
@@ -414,12 +397,7 @@ def test_a_leader_whose_disk_is_slow_does_not_seem_to_be_gone(
     monkeypatch.setattr(leading, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(leading.layout, "sync", sync)
     nodes = job()
-    nodes[0].say(
-        "ask",
-        number=0,
-        what="checkpoint",
-        options=CheckpointOptions(tmp_path / "image").to_fields(),
-    )
+    nodes[0].begin(tmp_path / "image")
     assert writes.wait(SECONDS)
     try:
         for node in nodes:
