@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
@@ -46,6 +47,16 @@ def heading(kind: str, command: str) -> dict[str, Any]:
         "commit": commit(),
         "machine": facts(),
     }
+
+
+def keep_row(document: dict[str, Any], row: dict[str, Any], shown: str, out: Path | None) -> None:
+    """Add a row to the document, show it, and write all so far, where that is asked for: a call
+    that is cut off has it then."""
+    document["rows"].append(row)
+    print(shown, flush=True)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(document, indent=1))
 
 
 def of_module(module: str) -> str:

@@ -172,11 +172,7 @@ def main() -> int:
                 row = measured(nodes, options.engine, options.communicators, image)
         finally:
             shutil.rmtree(images)
-        document["rows"].append(row)
-        print(show(row), flush=True)
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(document, indent=1))
+        machine.keep_row(document, row, show(row), options.out)
     return 0
 
 

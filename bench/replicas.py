@@ -14,7 +14,6 @@ the image, passed on those that GPUs take from each other; their rates are those
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -176,6 +175,8 @@ def place(kind: GpuKind, most: int) -> Iterator[Site]:
     if kind == "emulated":
         os.environ["FLOWGPU_EMU_DEVICES"] = str(most)  # read by the device when it starts
         os.environ["LD_LIBRARY_PATH"] = str(emulated_driver().parent)
+        # On a busy machine its steps are over before it is asked: so it waits with the last ones.
+        os.environ["WORKLOAD_HURRY"] = "/dev/null/never"
     with Site(kind) as site:
         yield site
 
@@ -208,11 +209,7 @@ def main() -> int:
                     *(site, count, options.engine, Path(folder)),
                     *(options.job, options.left_running),
                 )
-            document["rows"].append(row)
-            print(show(row), flush=True)
-            if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(document, indent=1))
+            machine.keep_row(document, row, show(row), options.out)
     return 0
 
 
