@@ -225,7 +225,13 @@ class Saving:
         Raises TimeoutError at the time `until`, OSError, and Unsupported as `look`.
         """
         self._find(pids)
-        kept = list(filter(self._kept, self._held.values()))
+        # The stopped processes hold CRIU's log while its code is in them.
+        image = os.path.realpath(folder) + os.sep
+        kept = [
+            held
+            for held in self._held.values()
+            if self._kept(held) and not any(path.startswith(image) for path in held.opened)
+        ]
         own = [held for held in kept if not held.waits]
         _copy_all([piece for held in own for piece in self._take(folder, held)], until)
         for held in kept:

@@ -104,6 +104,18 @@ def save(saving: Saving, image: Path) -> Saved:
     return Saved(saving.files, saving.links, image)
 
 
+def test_what_the_dump_itself_writes_in_memory_is_not_a_file_of_the_job(
+    shm: Path, holder: Callable[..., Saving]
+) -> None:
+    image, own = shm / "image.partial-01234567", shm / "own"
+    log = image / "criu" / "dump.log"
+    log.parent.mkdir(parents=True)
+    for path in (log, own):
+        path.write_bytes(b"text")
+    saved = save(holder(f"open:{log}", f"open:{own}"), image)
+    assert [file.paths for file in saved.files] == [(str(own),)]
+
+
 def link_open_file(door: str, path: Path) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     follow, here = 0x400, -100  # AT_SYMLINK_FOLLOW, AT_FDCWD
