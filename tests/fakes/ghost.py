@@ -238,10 +238,11 @@ class FakeJob:
         self.cancelled.set()
         if hasattr(self, "thread"):
             self.thread.join()
-        if seconds := seconds_of("FAKE_UNPIN"):
+        if os.environ.get("FAKE_UNPIN"):
             states = Path(os.environ["FAKE_STATES"])
             (states / "unpins").write_text(str(os.getpid()))
-            time.sleep(seconds)
+            while not (states / "may-unpin").exists():
+                time.sleep(0.01)
             (states / "unpinned").touch()
 
 

@@ -56,15 +56,16 @@ def test_a_ghost_may_let_go_of_what_it_pinned_after_the_job_has_ended(
     jobs: Jobs, tmp_path: Path
 ) -> None:
     """The kernel takes longer, and keeps everybody out of the driver meanwhile."""
-    job = jobs.task(3, ghost_env={"FAKE_UNPIN": "1"})
+    job = jobs.task(3, ghost_env={"FAKE_UNPIN": "yes"})
     job.dump(tmp_path / "image")
     assert job.end() == DUMPED_EXIT
     assert not (jobs.states / "unpinned").exists()  # nobody has waited for it
+    (jobs.states / "may-unpin").touch()
     wait_for(lambda: (jobs.states / "unpinned").exists(), "what it does at its end")
 
 
 def test_a_ghost_that_does_not_end_behind_its_job_is_ended(jobs: Jobs, tmp_path: Path) -> None:
-    job = jobs.task(3, ghost_env={"FAKE_UNPIN": "1000"})
+    job = jobs.task(3, ghost_env={"FAKE_UNPIN": "yes"})
     job.dump(tmp_path / "image")
     assert job.end() == DUMPED_EXIT
     ghost = int((jobs.states / "unpins").read_text())
