@@ -29,7 +29,7 @@ from coordinator.task_group import TaskGroup
 from flowgpu.errors import CriuFailed, CriuUnsupported, NotEnoughDisk, RegistersInUse
 from flowgpu.host import affinity, criu_images, criu_sockets, tcp, tracking
 from flowgpu.host.criu import Criu, CriuRun
-from flowgpu.host.proctree import mapped_for_writing, resume_tree, stopped_pids, tree_pids
+from flowgpu.host.proctree import resume_tree, stopped_pids, tree_pids
 from flowgpu.host.sandbox import Search
 from flowgpu.host.settings import Survey
 from flowgpu.host.tracking import Untrackable
@@ -80,9 +80,9 @@ class CpuSide:
         """Seconds that CRIU took."""
         self.pids: list[int] = []
         """Process ids of the tree that CRIU dumped."""
-        self._mapped: set[str] = set()
         self.open_files: tuple[OpenFile, ...] = ()
         self.affinities: tuple[Affinity, ...] = ()
+        self._has_places = False
         self.places: tuple[Setting, ...] = ()
 
     def tree(self) -> list[int]:
@@ -163,9 +163,8 @@ class CpuSide:
         self._check_tcp(folder)
         if not self.early:
             self.pages.finish()
-        # What is written there while nothing of the job runs.
-        self.open_files = written_files(folder, self._mapped, self.files.mapped)
-        self.places = tuple(places.found(folder, self._job.root_pid))
+        if self._has_places:
+            self.places = tuple(places.found(folder, self._job.root_pid))
 
     def check(self) -> None:
         """Refuse an image that lacks something: the job may run by then."""
@@ -181,7 +180,8 @@ class CpuSide:
         self.pids = self.tree()
         self.files.save(self._shared.image.path, self.pids, self._shared.deadline)
         self.affinities = affinity.bound(self.pids)
-        self._mapped = set().union(*map(mapped_for_writing, self.pids))
+        self.open_files = written_files(self.files.written(self.pids))
+        self._has_places = places.any_held(self.pids)
         output = self._job.output
         output.drain()
         log_path = JobDir(self._job.directory).output_log

@@ -1,6 +1,6 @@
 """The job's own regular files: what a restore must find, and which of them it cuts back.
 
-    manifest.open_files = written_files(criu_dir, mapped)   # at the dump, while the job is stopped
+    manifest.open_files = written_files(sizes)              # at the dump, while the job is stopped
     grown = find_grown(criu_dir, manifest.open_files, ...)  # at the restore; CutFiles cuts them
 
 The rule: a restore goes on with a file that the job was writing to only where the part before its
@@ -27,6 +27,7 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -74,26 +75,13 @@ def is_open_for_writing(file: OpenedFile) -> int:
     return file.flags & os.O_ACCMODE & (os.O_WRONLY | os.O_RDWR)
 
 
-def written_files(
-    images: Path, mapped: Container[str], besides: Container[str] = ()
-) -> tuple[OpenFile, ...]:
-    """What files of CRIU's `images` are now that its processes can write to, but those `besides`,
-    which the image has. `mapped`: files to which they can write by a mapping.
-
-    Right while the job is as it was dumped: CRIU has seen the files under their paths just before.
-    """
+def written_files(sizes: Mapping[str, int]) -> tuple[OpenFile, ...]:
+    """What the files at these paths, of so many bytes, are now, while the job is stopped."""
     found: dict[str, OpenFile] = {}
-    for file in criu_images.regular_files(images):
-        written = is_open_for_writing(file) or file.path in mapped
-        if file.path in besides:
-            continue
-        if written and not file.path.startswith("/sys/"):  # times and bytes of these mean nothing
-            try:
-                now = os.stat(file.path)
-            except OSError:  # gone since, so that a restore will miss it
-                continue
-            size = now.st_size if file.size is None else file.size
-            found[file.path] = OpenFile(file.path, size, now.st_ino, *_times(now))
+    for path, size in sizes.items():
+        with suppress(OSError):  # gone since, so that a restore will miss it
+            now = os.stat(path)
+            found[path] = OpenFile(path, size, now.st_ino, *_times(now))
     digests = _digests(found.values())
     return tuple(replace(file, digest=digests.get(path, "")) for path, file in found.items())
 

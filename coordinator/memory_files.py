@@ -49,7 +49,14 @@ from coordinator.job_files import named
 from flowgpu import jobs
 from flowgpu.errors import FileNotMade, FilesChanged, Unsupported
 from flowgpu.host import probes
-from flowgpu.host.proctree import PROC, fd_access, fd_targets, file_users, ids
+from flowgpu.host.proctree import (
+    PROC,
+    fd_access,
+    fd_targets,
+    file_users,
+    ids,
+    mapped_for_writing,
+)
 from flowgpu.image import layout
 from flowgpu.image.manifest import Link, MemoryFile
 from flowgpu.image.space import MEMORY_FILE_SYSTEMS, is_memory
@@ -204,6 +211,7 @@ class Saving:
         self._names: dict[File, list[str]] = {}
         self._shared: set[File] = set()  # with processes outside the job
         self._held: dict[File, Held] = {}  # at the last look
+        self._gone: list[tuple[Held, str]] = []  # of these
         self._saved: list[tuple[Held, MemoryFile]] = []
         self.files: tuple[MemoryFile, ...] = ()
         self.links: tuple[Link, ...] = ()
@@ -227,11 +235,11 @@ class Saving:
         self._find(pids)
         # The stopped processes hold CRIU's log while its code is in them.
         image = os.path.realpath(folder) + os.sep
-        kept = [
-            held
-            for held in self._held.values()
-            if self._kept(held) and not any(path.startswith(image) for path in held.opened)
-        ]
+        for file, held in list(self._held.items()):
+            if any(path.startswith(image) for path in held.opened):
+                del self._held[file]
+        self._gone = _gone(self._held)
+        kept = list(filter(self._kept, self._held.values()))
         own = [held for held in kept if not held.waits]
         _copy_all([piece for held in own for piece in self._take(folder, held)], until)
         for held in kept:
@@ -257,15 +265,26 @@ class Saving:
         self._saved.append((held, _entry(held, self._names_of(held), name, runs)))
         return pieces
 
+    def written(self, pids: Iterable[int]) -> dict[str, int]:
+        """Bytes of the files, by path, to which these processes, which are stopped, can write: but
+        for those that the image has."""
+        written = [held for held in self._held.values() if held.written and not held.waits]
+        paths = {path for held in written for path in held.opened if held.has_name(path)}
+        paths |= set().union(*map(mapped_for_writing, pids))
+        paths -= {path for _, entry in self._saved if entry.mapped for path in entry.paths}
+        # Sizes in the kernel's file systems mean nothing.
+        files = (path for path in sorted(paths) if not path.startswith(("/proc/", "/sys/")))
+        return {path: os.stat(path).st_size for path in files if os.path.isfile(path)}
+
     def name_links(self) -> None:
         """Note which link CRIU has made of which file, and take the links away."""
         links: list[Link] = []
         nameless: dict[File, list[str]] = {}
-        for file, held in self._held.items():
-            for gone in held.gone():
-                for path in map(str, _criu_links(gone, held)):
-                    names = self._names[file] or nameless.setdefault(file, [path])
-                    links.append(Link(path=path, of=names[0], opened=gone))
+        for held, gone in self._gone:
+            file = _file(held.status)
+            for path in map(str, _criu_links(gone, held)):
+                names = self._names[file] or nameless.setdefault(file, [path])
+                links.append(Link(path=path, of=names[0], opened=gone))
         self.links = tuple(links)
         self.files = tuple(
             replace(entry, paths=entry.paths or tuple(nameless.get(_file(held.status), ())))
@@ -275,12 +294,7 @@ class Saving:
 
     def clear(self) -> None:
         """Take CRIU's links away, which it leaves behind unless the job is to run on."""
-        _clear(self._held)
-
-    @property
-    def mapped(self) -> set[str]:
-        """Paths of the files that the image has whatever becomes of them."""
-        return {path for entry in self.files if entry.mapped for path in entry.paths}
+        _clear(self._gone)
 
     def _find(self, pids: Sequence[int]) -> None:
         self._held = held_files(pids)
@@ -317,15 +331,19 @@ class Saving:
 
 def clear_links(pids: Iterable[int]) -> None:
     """Take away what a CRIU that was killed has left of its links to the files of these."""
-    _clear(held_files(pids))
+    _clear(_gone(held_files(pids)))
 
 
-def _clear(held_files: dict[File, Held]) -> None:
-    for held in held_files.values():
-        for gone in held.gone():
-            for path in _criu_links(gone, held):
-                with suppress(OSError):
-                    path.unlink()
+def _gone(files: dict[File, Held]) -> list[tuple[Held, str]]:
+    """Each name by which one of the files was opened and which it does not have any more."""
+    return [(held, gone) for held in files.values() for gone in held.gone()]
+
+
+def _clear(gone: Iterable[tuple[Held, str]]) -> None:
+    for held, name in gone:
+        for path in _criu_links(name, held):
+            with suppress(OSError):
+                path.unlink()
 
 
 def _criu_links(gone: str, held: Held) -> list[Path]:

@@ -16,9 +16,22 @@ from pathlib import Path
 
 from flowgpu.errors import FileMissing
 from flowgpu.host import criu_images
+from flowgpu.host.proctree import PROC, fd_targets
 from flowgpu.host.settings import FIFO, WATCHED_FOLDER
 from flowgpu.image.manifest import Setting
 from flowgpu.image.space import is_memory
+
+
+def any_held(pids: Iterable[int]) -> bool:
+    """True if one of these processes has a FIFO open by a name, or watches something."""
+    for pid in pids:
+        for fd, target in fd_targets(pid):
+            if target == "anon_inode:inotify":
+                return True
+            with suppress(OSError):  # closed by now: CRIU opens some in a stopped process
+                if target.startswith("/") and (PROC / str(pid) / "fd" / str(fd)).is_fifo():
+                    return True
+    return False
 
 
 def found(images: Path, root: int) -> Iterator[Setting]:

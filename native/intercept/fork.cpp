@@ -13,6 +13,7 @@
 #include "gate.h"
 #include "ipc.h"
 #include "managed.h"
+#include "nvml.h"
 #include "pools.h"
 #include "proc.h"
 #include "replay/code.h"
@@ -43,6 +44,7 @@ uint32_t inside; // of the one fork at a time, what gate::enter() gave
 // there as well where they are watched, and a checkpoint needs the locks.
 void before() {
     const uint32_t found = gate::enter();
+    nvml::wait_until_back();
     ipc::lock();
     managed::lock();
     pools::lock();

@@ -5,6 +5,7 @@
 #include "handlers.h"
 #include "managed.h"
 #include "memstub.h"
+#include "nvml.h"
 #include "pinned.h"
 #include "pools.h"
 #include "replay/record.h"
@@ -132,7 +133,10 @@ CUresult cuInit(unsigned int Flags) {
         pthread_once(&first, replay::keep_environment);
         service::start();
         // After the driver's own handlers, so that it runs before them.
-        [[maybe_unused]] static const int asked = atexit(gate::begin_exit);
+        [[maybe_unused]] static const int asked = atexit([] {
+            gate::begin_exit();
+            nvml::wait_until_back();
+        });
     }
     return result;
 }

@@ -13,7 +13,6 @@
 #include "line.h"
 #include "managed.h"
 #include "memstub.h"
-#include "nvml.h"
 #include "pools.h"
 #include "replay/arrays.h"
 #include "replay/engine.h"
@@ -35,7 +34,6 @@ void let_go(flowgpu_gate_state mode) {
     replay::forget_kept();
     pools::stay();
     replay::arrays::stay();
-    nvml::come_back();
     if (mode == FLOWGPU_GATE_WATCH)
         gate::watch(watch::note);
     else

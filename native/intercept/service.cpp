@@ -22,6 +22,7 @@
 #include "line.h"
 #include "managed.h"
 #include "memstub.h"
+#include "nvml.h"
 #include "proc.h"
 #include "replay/engine.h"
 #include "replay/record.h"
@@ -130,6 +131,8 @@ bool answer() {
         detached = true;
     const bool sent =
         !fires(Fault::at_task_reply) && send_packet(coordinator, &reply, sizeof reply);
+    if (!gate::is_closed()) // who was answered need not wait for that
+        nvml::come_back();
     return sent && !(done && type == FLOWGPU_DETACH);
 }
 
@@ -178,6 +181,7 @@ void lost() {
     task().forget_drain();
     if (gate::mode() != FLOWGPU_GATE_OPEN)
         open_gate();
+    nvml::come_back();
 }
 
 // A coordinator that has called will do so again. Else the task is one of a coordinator that

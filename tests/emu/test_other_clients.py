@@ -42,6 +42,30 @@ os._exit(0)  # a thread waits for events
 )
 
 
+# Its return after the checkpoint takes until the program has used the GPU again.
+SLOW_NVML = (
+    GPU
+    + """
+import threading
+nvml, device, degrees = ctypes.CDLL(sys.argv[2]), ctypes.c_void_p(), ctypes.c_uint()
+assert nvml.nvmlInit_v2() == nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) == 0
+held = os.environ["NVML_HELD_BY"] = sys.argv[1] + "-held"
+open(held, "w").close()
+went()
+print("gpu", gpu(), flush=True)
+answers = []
+def ask():
+    answers.append(nvml.nvmlDeviceGetTemperature(device, 0, ctypes.byref(degrees)))
+asker = threading.Thread(target=ask)
+asker.start()
+asker.join(0.1)
+os.unlink(held)
+asker.join()
+print("asks", (answers[0], degrees.value), flush=True)
+"""
+)
+
+
 @pytest.fixture(scope="module")
 def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("nvml") / "nvml.so"
@@ -73,6 +97,14 @@ def test_nvml_is_there_in_a_job_left_running_and_in_its_copy(nvml: Path, tmp_pat
     assert restored.returncode == 0, restored.stderr
     assert said == [*BEFORE_NVML, *AFTER_NVML]
     assert restored.stdout.splitlines() == AFTER_NVML
+
+
+def test_a_job_left_running_goes_on_before_nvml_is_back(nvml: Path, tmp_path: Path) -> None:
+    done, said = said_with_a_checkpoint_between(
+        "nvml-slow", "replay", SLOW_NVML, tmp_path, nvml, "--leave-running"
+    )
+    assert done.returncode == 0, done.stderr
+    assert said == ["ready", "gpu True", "asks (0, 40)"]
 
 
 @pytest.mark.parametrize("options", [(), ("--leave-running",)])

@@ -116,6 +116,24 @@ def test_what_the_dump_itself_writes_in_memory_is_not_a_file_of_the_job(
     assert [file.paths for file in saved.files] == [(str(own),)]
 
 
+def test_what_the_job_can_write_to_and_the_image_has_not_is_told_with_its_size(
+    shm: Path, disk: Path, holder: Callable[..., Saving]
+) -> None:
+    own = [f"open:{shm}/open", f"mapped:{shm}/mapped", f"open-gone:{disk}/gone"]
+    others = [f"open:{disk}/open", f"read:{disk}/read", f"mapped:{disk}/mapped"]
+    others += [f"mapped-read:{disk}/mapped-read"]
+    for size, word in enumerate([*own, *others], 1):
+        Path(word.partition(":")[2]).write_bytes(b"." * size)
+    saving = holder(*own, *others)
+    pids = [saving.process.pid]  # type: ignore[attr-defined]
+    image = disk / "image"
+    image.mkdir()
+    holder(f"mapped-read:{disk}/mapped")  # so it is not memory of the job alone
+    saving.look(pids)
+    saving.save(image, pids, time.monotonic() + 60)
+    assert saving.written(pids) == {f"{shm}/open": 1, f"{disk}/open": 4, f"{disk}/mapped": 6}
+
+
 def link_open_file(door: str, path: Path) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     follow, here = 0x400, -100  # AT_SYMLINK_FOLLOW, AT_FDCWD

@@ -5,6 +5,7 @@
 #include <link.h>
 
 #include "arguments.h"
+#include "nvml.h"
 #include "threads.h"
 
 namespace flowgpu::replay {
@@ -38,10 +39,12 @@ __attribute__((visibility("hidden"))) extern const uint8_t flowgpu_guards[kGuard
 // The function to call.
 __attribute__((visibility("hidden"))) uintptr_t flowgpu_guard_begin(Call* call) {
     call->before = gate::enter();
-    if (kinds[call->number] == Guarded::waits)
-        gate::leave(call->before);
-    if (kinds[call->number] != Guarded::slot)
+    if (kinds[call->number] != Guarded::slot) {
+        nvml::wait_until_back();
+        if (kinds[call->number] == Guarded::waits)
+            gate::leave(call->before);
         return originals[call->number];
+    }
     catch_up(gate::find_record());
     call->known = doubt_current();
     for (uintptr_t& argument : call->arguments)

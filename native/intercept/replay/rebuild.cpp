@@ -358,11 +358,15 @@ bool stripped() {
 
 bool keep(char* detail, size_t bytes) {
     FirstFailure fail(detail, bytes);
+    Laps laps;
     if (!keep_all(fail))
         return false;
+    laps.add("variables");
     nvml::leave();
+    laps.add("NVML");
     rewind::before_copy();
     kept = true;
+    laps.tell(detail, bytes);
     return true;
 }
 
