@@ -396,7 +396,7 @@ class Leader:
             checkpoint = CheckpointOptions.from_fields(fields)
             image, seconds = checkpoint.output, checkpoint.pause_seconds
         elif what == "suspension":
-            seconds = SuspendOptions.from_fields(fields).pause(Path.cwd()).pause_seconds
+            seconds = SuspendOptions.from_fields(fields).pause_seconds
         with self._only_one(what, image):
             self._wait_for_all()
             self._refuse_without_asker(node, stream)

@@ -132,6 +132,11 @@ class SuspendOptions:
         except TypeError as error:
             raise FlowError(reason=f"an option of a suspension: {error}") from error
 
+    @property
+    def pause_seconds(self) -> float:
+        """As of a checkpoint."""
+        return self.timeout or PAUSE_SECONDS
+
     def pause(self, folder: Path) -> CheckpointOptions:
         """Options of the way out of the GPU, which is that of a checkpoint to the folder."""
         return CheckpointOptions(folder, timeout=self.timeout, engine=self.engine)
