@@ -308,8 +308,7 @@ class Pause(ABC):
         self._foreign_bytes = sum(task.page.foreign_bytes for task in group.tasks)
         group.hand_over()
         if self._shared.table.saved() and "active" in self._options.reductions:
-            with self.timeline.span(COORDINATOR, "active"):
-                self._active = group.active()
+            self._active = group.active()
         self._copy.begin(self._active)
 
     def _strip(self) -> None:
