@@ -92,7 +92,7 @@ class CopyOut:
         if shared.plan.late:
             # Without a context there is only the arena to make.
             plan = plan_for(shared.target.place, max(gpus, 1), shared.table.total_bytes())
-            shared.link.ask(commands.PrepareFill(plan, ordinals=()), shared.deadline)
+            shared.link.ask(commands.PrepareFill(plan, files={}), shared.deadline)
             return
         seconds = shared.left(POPULATE_SECONDS)
         most = self._most_to_prepare()

@@ -193,6 +193,7 @@ class FillFiles:
 
     table: str | None  # version 1 of an image has none
     index: int
+    size: int  # bytes of all blocks
     extents: tuple[Extent, ...]
 
 
@@ -305,10 +306,8 @@ class Kernels(Command[None]):
 
 @message
 class Fill(Command[None]):
-    """Start to fill created blocks from an image, checking every chunk's digest."""
+    """Start to fill created blocks as `PrepareFill` has said, checking every chunk's digest."""
 
-    plan: Plan
-    files: dict[int, FillFiles]  # by ordinal
     poison: bool
 
 
@@ -320,10 +319,11 @@ class Reset(Command[None]):
 
 @message
 class PrepareFill(Command[None], at_once=True):
-    """Make the arena, and pin it if there are any GPUs."""
+    """Make the arena; pin it, and plan the fill from an image, if there are any GPUs. Their blocks
+    need not be there yet."""
 
     plan: Plan
-    ordinals: tuple[int, ...]
+    files: dict[int, FillFiles]  # by ordinal
 
 
 @message

@@ -30,12 +30,21 @@ class Fill:
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
+        self._files: dict[int, FillFiles] = {}
+        self._chunked: list[tuple[U64, ChunkTable]] = []
+        self._plans: list[FillPlan] = []
+        """By which GPUs take from each other what several want, where they can."""
 
     def prepare(self, command: commands.PrepareFill) -> None:
-        """Make the arena for a fill, and what else takes time."""
+        """Make the arena for a fill, and plan it, while blocks are made."""
         self._devices.make_arena(command.plan)
-        for ordinal in command.ordinals:
+        self._files = command.files
+        ordinals = list(command.files)
+        for ordinal in ordinals[:1]:
             self._devices.pin(ordinal)
+        self._chunked = chunks.at_once(self._chunks_to_fill, ordinals, list(command.files.values()))
+        reaches = [[self._reaches(one, other) for other in ordinals] for one in ordinals]
+        self._plans = chunks.plan_fills(self._chunked, chunks.islands(reaches))
 
     def load_kernels(self, command: commands.Kernels) -> None:
         """Load the chunk kernels where there is room; a fill may do without them."""
@@ -45,10 +54,11 @@ class Fill:
 
     def start(self, command: commands.Fill) -> None:
         """Start to fill created blocks from an image, checking every chunk's digest."""
-        self._devices.make_arena(command.plan)
-        files = command.files
-        chunked = chunks.at_once(self._chunks_to_fill, list(files), list(files.values()))
-        plans = self._plan_fills(list(files), chunked)
+        files, plans = self._files, self._plans
+        if why := self._why_apart():
+            print(f"each GPU reads for itself: {why}", file=sys.stderr)
+            plans = chunks.plan_fills(self._chunked, [[row] for row in range(len(files))])
+        self._chunked, self._plans = [], []
         meeting = Meeting(len(files))
         for (ordinal, own), plan in zip(files.items(), plans, strict=True):
             self._devices.pin(ordinal)
@@ -57,39 +67,34 @@ class Fill:
             )
 
     def _chunks_to_fill(self, ordinal: int, files: FillFiles) -> tuple[U64, ChunkTable]:
-        where = chunks.addresses(self._devices.staging[ordinal].segments())
+        start = self._devices.staging[ordinal].first_address(files.size)
+        where = chunks.addresses([(start, files.size)])
         if files.table is None:
             return where, whole(len(where), files.index)
         slots = [extent.slots for extent in files.extents]
         return where, decode(Path(files.table).read_bytes(), len(where), slots, files.index)
 
-    def _plan_fills(
-        self, ordinals: list[int], chunked: list[tuple[U64, ChunkTable]]
-    ) -> list[FillPlan]:
-        """Plans by which GPUs take from each other what several want, where they can."""
-        # Without kernels, and so without room for them, a GPU reads for itself.
-        with_kernels = [self._devices.has_kernels(ordinal) for ordinal in ordinals]
-        reaches = [
-            [both and with_kernels[row] and self._reaches(one, other)
-             for other, both in zip(ordinals, with_kernels, strict=True)]
-            for row, one in enumerate(ordinals)
-        ]  # fmt: skip
-        plans = chunks.plan_fills(chunked, chunks.islands(reaches))
+    def _why_apart(self) -> str:
+        """Let the GPUs reach what they take from others, or say why they cannot."""
+        passing = {
+            ordinal: plan.passed.sources
+            for ordinal, plan in zip(self._files, self._plans, strict=True)
+            if len(plan.passed.sources)
+        }
+        if passing and not all(map(self._devices.has_kernels, self._files)):
+            return "a GPU has no room for kernels"
         try:
-            for ordinal, plan in zip(ordinals, plans, strict=True):
-                self._let_reach(ordinal, plan.passed.sources)
+            for ordinal, sources in passing.items():
+                self._let_reach(ordinal, sources)
         except DriverError as error:
-            print(f"each GPU reads for itself: {error}", file=sys.stderr)
-            return chunks.plan_fills(chunked, [[row] for row in range(len(ordinals))])
-        return plans
+            return str(error)
+        return ""
 
     def _reaches(self, ordinal: int, other: int) -> bool:
         return bool(ordinal != other and self._devices.gpus[ordinal].peers[other]["access"])
 
     def _let_reach(self, ordinal: int, sources: U64) -> None:
         """Let a GPU read blocks of others, of which it wants chunks: each block takes time."""
-        if not len(sources):
-            return
         for staging in self._devices.staging.values():
             for start, size in staging.segments(sources):
                 self._devices.driver.allow(ordinal, start, size)

@@ -85,11 +85,11 @@ class Refill:
     def create(self) -> None:
         """Make the blocks."""
         deadline, ordinals = self._deadline, self._with_data()
-        arena = self._link.submit(commands.PrepareFill(self._plan, ordinals[:1]))
+        prepared = self._link.submit(commands.PrepareFill(self._plan, self._files()))
         for gpu in self._saved.gpus:
             self._create_blocks(gpu)
         self._add_imports()
-        arena.until(deadline)
+        prepared.until(deadline)
         # Only now: on a full GPU the blocks come first.
         self._link.ask(commands.Kernels(ordinals), deadline)
         if self.full and self._engine.needs_ghost:
@@ -101,7 +101,7 @@ class Refill:
         if not self._gpus:
             return {}
         deadline = self._deadline
-        self._link.ask(commands.Fill(self._plan, self._files(), self._poison), deadline)
+        self._link.ask(commands.Fill(self._poison), deadline)
         note_limits(self._job, self._link, self._with_data())
         move = self._link.timeline.begin(GHOST, MOVE)
         carried = wait_copy(self._link.ghost, "done", deadline, partial(self._report, "copy"))
@@ -137,7 +137,7 @@ class Refill:
         saved = self._saved
         extents = tuple(saved.extents)
         return {
-            ordinal: commands.FillFiles(saved.tables[gpu.index], gpu.index, extents)
+            ordinal: commands.FillFiles(saved.tables[gpu.index], gpu.index, gpu.data_bytes, extents)
             for gpu, ordinal in zip(self._gpus, self._with_data(), strict=True)
         }
 

@@ -80,6 +80,13 @@ class Staging:
                 self._end += size
             self._driver.allow(self._gpu.ordinal, start, total)
 
+    def first_address(self, size: int) -> int:
+        """Where the first block lies, or will, of `size` bytes in all."""
+        with self._lock:
+            if self._base + size > self._limit:  # none is there
+                self._reserve(size)
+            return self._base
+
     def drop(self, keys: set[int]) -> None:
         """Unmap and release blocks that the task has freed."""
         with self._lock:
