@@ -27,8 +27,8 @@ from bench import machine
 from bench.watch import StepWatch
 from flowgpu.launch import GpuKind, emulated_driver, emulator_socket
 from flowgpu.render import size
+from tests.emu.node_jobs import ROOT, Node, Nodes, connected_hosts
 from tests.emu.test_checkpoint import end_emulator
-from tests.emu.test_nodes import ROOT, Node, Nodes, connected_hosts
 from tests.faults.lanes import lane_name
 from tests.gpu.job import last_step
 from tests.gpu.site import Trouble

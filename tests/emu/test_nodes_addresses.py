@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from flowgpu import errors
-from tests.emu import test_nodes, test_nodes_nccl
+from tests.emu import node_jobs, test_nodes_nccl
+from tests.emu.node_jobs import Nodes, connected_hosts
 from tests.emu.test_checkpoint import SECONDS
-from tests.emu.test_nodes import Nodes, connected_hosts
 from tests.emu.test_nodes_nccl import check_end, let_ranks_run, lines_of_two, without_graphs
 from tests.unit.coordinator_job import wait_for
 
-machines, nodes = test_nodes.machines, test_nodes.nodes
+machines, nodes = node_jobs.machines, node_jobs.nodes
 undisturbed_lines = test_nodes_nccl.undisturbed_lines
 
 FIRST, SECOND = ("10.77.33.1", "10.77.33.2"), ("10.88.0.7", "10.88.0.6")
@@ -65,7 +65,7 @@ def test_connections_between_nodes_go_on_at_other_addresses(
     first, second = networks
     move(nodes, first)
     for node in nodes:
-        node.talk = [FIRST[0], test_nodes.free_port()]
+        node.talk = [FIRST[0], node_jobs.free_port()]
     nodes[1].talk = nodes[0].talk
     nodes.run()
     dump_and_restore(nodes, tmp_path / "image", second)
@@ -157,7 +157,7 @@ def test_ranks_that_meet_anew_find_each_other_by_the_addresses_that_they_know(
 ) -> None:
     first, second = networks
     move(nodes, first)
-    port = test_nodes.free_port()
+    port = node_jobs.free_port()
     for node in nodes:
         node.program = [sys.executable, "-c", MEETING, tmp_path, node.number, FIRST[0], port]
         node.run()

@@ -12,12 +12,13 @@ from flowgpu import errors
 from flowgpu.host.criu import Criu
 from flowgpu.host.proctree import is_stopped
 from flowgpu.image.job_file import JobFile
-from tests.emu import test_nodes
+from tests.emu import node_jobs
+from tests.emu.node_jobs import Asked, Nodes, failed, free_port
 from tests.emu.test_checkpoint import SECONDS
-from tests.emu.test_nodes import FORWARD, Asked, Nodes, failed, free_port
+from tests.emu.test_nodes import FORWARD
 from tests.unit.coordinator_job import wait_for
 
-machines, nodes, hosts = test_nodes.machines, test_nodes.nodes, test_nodes.hosts
+machines, nodes, hosts = node_jobs.machines, node_jobs.nodes, node_jobs.hosts
 
 
 @pytest.fixture(params=["one host", "two hosts"])

@@ -17,14 +17,14 @@ import pytest
 from flowgpu import errors
 from flowgpu.jobs import RUNNING
 from flowgpu.launch import emulated_driver
-from tests.emu import test_nodes
+from tests.emu import node_jobs
 from tests.emu.nccl_cuts import undisturbed
+from tests.emu.node_jobs import Asked, Nodes, failed
 from tests.emu.test_checkpoint import ROOT, SECONDS
 from tests.emu.test_nccl_checkpoint import IDLE
-from tests.emu.test_nodes import Asked, Nodes, failed
 from tests.unit.coordinator_job import wait_for
 
-machines, nodes, hosts = test_nodes.machines, test_nodes.nodes, test_nodes.hosts
+machines, nodes, hosts = node_jobs.machines, node_jobs.nodes, node_jobs.hosts
 
 STEPS = 960
 ENGINES = ("native", "replay")

@@ -9,12 +9,12 @@ import pytest
 
 from flowgpu import errors
 from flowgpu.jobs import RUNNING, SUSPENDED
-from tests.emu import test_nodes, test_nodes_nccl
-from tests.emu.test_nodes import NAME, Node, Nodes, failed
+from tests.emu import node_jobs, test_nodes_nccl
+from tests.emu.node_jobs import NAME, Node, Nodes, failed
 from tests.emu.test_nodes_nccl import ENGINES, check_end, run
 from tests.unit.coordinator_job import wait_for
 
-machines, hosts, nodes = test_nodes.machines, test_nodes.hosts, test_nodes.nodes
+machines, hosts, nodes = node_jobs.machines, node_jobs.hosts, node_jobs.nodes
 undisturbed_lines, expected = test_nodes_nccl.undisturbed_lines, test_nodes_nccl.expected
 ranks = test_nodes_nccl.ranks
 

@@ -13,12 +13,13 @@ import pytest
 
 from flowgpu import errors
 from tests.emu import (
+    node_jobs,
     test_nodes,
     test_nodes_addresses,
     test_nodes_connections,
     test_nodes_suspend,
 )
-from tests.emu.test_nodes import Node, Nodes
+from tests.emu.node_jobs import Node, Nodes
 from tests.emu.test_nodes_nccl import restore
 from tests.emu.test_nodes_suspend import resumed, suspended
 from tests.gpu.catalogue import catalogue
@@ -26,10 +27,10 @@ from tests.gpu.slots import VISIBLE, visible_gpus
 from tests.gpu.test_checkpoint import KIND
 from tests.unit.coordinator_job import wait_for
 
-machines, hosts = test_nodes.machines, test_nodes.hosts
+machines, hosts = node_jobs.machines, node_jobs.hosts
 talking = test_nodes_connections.talking
 networks = test_nodes_addresses.networks
-both = test_nodes.nodes
+both = node_jobs.nodes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -86,7 +87,7 @@ def undisturbed(nodes: Nodes) -> list[str]:
     def started(node: Node) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [*node.host, *plain],
-            cwd=test_nodes.ROOT,
+            cwd=node_jobs.ROOT,
             env=node.env,
             stdout=subprocess.PIPE,
             text=True,
