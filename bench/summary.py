@@ -309,10 +309,12 @@ def _trials(document: Document, before: Document) -> Document:
 
 
 def _by_job(document: Document, before: Document) -> Document:
-    """The newest measurement of each job, with the engine where it was asked for."""
-    _, *engine = str(document.get("lane") or document["gpu"]).split(", ")
+    """The newest measurement of each job, by engine and most ranks where there are such."""
+    _, *parts = str(document.get("lane") or document["gpu"]).split(", ")
+    if ranks := [row["ranks"] for row in document.get("rows", []) if "ranks" in row]:
+        parts.append(f"up to {max(ranks)} ranks")
     own = {key: value for key, value in document.items() if key not in ("machine", "sha256")}
-    return {"jobs": before.get("jobs", {}) | {", ".join([document["job"], *engine]): own}}
+    return {"jobs": before.get("jobs", {}) | {", ".join([document["job"], *parts]): own}}
 
 
 def _whole(document: Document, before: Document) -> Document:

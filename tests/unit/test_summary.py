@@ -43,20 +43,23 @@ def support(date: str, **outcomes: tuple[str, str]) -> dict[str, Any]:
 
 
 def test_measurements_of_several_jobs_stand_beside_each_other(tmp_path: Path) -> None:
-    for job, gpu, rows in (
-        ("a", "NVIDIA H200", [1]),
-        ("a", "NVIDIA H200, replay", [2]),
-        ("b", "NVIDIA H200, replay", [3]),
-        ("a", "NVIDIA H200, replay", [4]),
+    for job, gpu, ranks, pause in (
+        ("a", "NVIDIA H200", 2, 1),
+        ("a", "NVIDIA H200, replay", 2, 2),
+        ("b", "NVIDIA H200, replay", 2, 3),
+        ("a", "NVIDIA H200, replay", 2, 4),
+        ("a", "NVIDIA H200, replay", 4, 5),
     ):
+        rows = [{"ranks": most, "pause": pause} for most in (1, ranks)]
         run = {"kind": "replicas", "gpu": gpu, "job": job, "rows": rows}
         (tmp_path / "raw.json").write_text(json.dumps(run))
         path = summary.write(tmp_path / "raw.json", tmp_path / "results")
     jobs = json.loads(path.read_text())["jobs"]
-    assert {name: of["rows"] for name, of in jobs.items()} == {
-        "a": [1],
-        "a, replay": [4],
-        "b, replay": [3],
+    assert {name: of["rows"][0]["pause"] for name, of in jobs.items()} == {
+        "a, up to 2 ranks": 1,
+        "a, replay, up to 2 ranks": 4,
+        "b, replay, up to 2 ranks": 3,
+        "a, replay, up to 4 ranks": 5,
     }
 
 
