@@ -43,23 +43,28 @@ def support(date: str, **outcomes: tuple[str, str]) -> dict[str, Any]:
 
 
 def test_measurements_of_several_jobs_stand_beside_each_other(tmp_path: Path) -> None:
-    for job, gpu, ranks, pause in (
-        ("a", "NVIDIA H200", 2, 1),
-        ("a", "NVIDIA H200, replay", 2, 2),
-        ("b", "NVIDIA H200, replay", 2, 3),
-        ("a", "NVIDIA H200, replay", 2, 4),
-        ("a", "NVIDIA H200, replay", 4, 5),
+    def of_ranks(most: int, pause: int) -> list[dict[str, int]]:
+        return [{"ranks": ranks, "pause": pause} for ranks in (1, most)]
+
+    for job, gpu, rows in (
+        ("a", "NVIDIA H200", [{"pause": 1}]),
+        ("a", "NVIDIA H200, replay", [{"pause": 2}]),
+        ("b", "NVIDIA H200, replay", [{"pause": 3}]),
+        ("a", "NVIDIA H200, replay", [{"pause": 4}]),
+        ("a", "NVIDIA H200, replay", of_ranks(2, 5)),
+        ("a", "NVIDIA H200, replay", of_ranks(2, 6)),
+        ("a", "NVIDIA H200, replay", of_ranks(4, 7)),
     ):
-        rows = [{"ranks": most, "pause": pause} for most in (1, ranks)]
         run = {"kind": "replicas", "gpu": gpu, "job": job, "rows": rows}
         (tmp_path / "raw.json").write_text(json.dumps(run))
         path = summary.write(tmp_path / "raw.json", tmp_path / "results")
     jobs = json.loads(path.read_text())["jobs"]
-    assert {name: of["rows"][0]["pause"] for name, of in jobs.items()} == {
-        "a, up to 2 ranks": 1,
-        "a, replay, up to 2 ranks": 4,
-        "b, replay, up to 2 ranks": 3,
-        "a, replay, up to 4 ranks": 5,
+    assert {name: of["rows"] for name, of in jobs.items()} == {
+        "a": [{"pause": 1}],
+        "a, replay": [{"pause": 4}],
+        "b, replay": [{"pause": 3}],
+        "a, replay, up to 2 ranks": of_ranks(2, 6),
+        "a, replay, up to 4 ranks": of_ranks(4, 7),
     }
 
 
