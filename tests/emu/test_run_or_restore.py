@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from flowgpu import errors
+from flowgpu.host.proctree import children
 from flowgpu.image import layout
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
@@ -59,12 +60,6 @@ def expected(lane: str) -> list[str]:
     done = flowgpu("run", "--gpu", lane, "--", *command("digits_mlp", **{"step-delay": 0}))
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
-
-
-def _parent(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
 
 
 class Line:
@@ -119,8 +114,9 @@ class Line:
         self.wait(lambda: len(self.lines) >= wanted, f"{wanted} lines")
 
     def _has_job(self) -> bool:
+        own = children(self.runs[-1].pid)
         found = [job for job in Registry().all() if job.name == NAME and job.state == RUNNING]
-        return any(_parent(job.keeper_pid) == self.runs[-1].pid for job in found)
+        return any(job.keeper_pid in own for job in found)
 
     def wait_images(self, count: int) -> None:
         self.wait(lambda: len(self.store.names()) >= count, f"{count} images")
