@@ -30,8 +30,9 @@ from tests.gpu.site import Site
 
 FULL, KEPT = "all given back", "contexts kept"
 OPTIONS = {FULL: (), KEPT: ("--keep-context",)}
-PAUSE_SECONDS = 0.5
-"""A job stays suspended for so long, so that what ends behind a command has ended."""
+PAUSE_SECONDS = 2.0
+"""A job stays suspended for so long: what ends behind the command has ended then, and the ghost of
+the resume is ready."""
 
 
 def asked(site: Site, *words: str) -> tuple[dict[str, Any], float]:
