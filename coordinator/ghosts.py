@@ -1,7 +1,8 @@
 """A ghost that is there before it is needed.
 
-That of a restore is started first of all. A suspended job has one without a context ready for its
-resume, and a resumed one for its next suspension.
+That of a restore is started first of all. A suspended job has one ready for its resume, without a
+context unless its own contexts stay too. A resumed job has one for its next suspension, without a
+context.
 
 With `flowgpu run --ghost warm` there is always one, with a context, the chunk kernels and their
 scratch memory on each GPU of the job. So a checkpoint needs no device memory that the job may have
@@ -89,10 +90,14 @@ class Ghosts:
         ghost.kill()
         return self._new()
 
-    def keep(self, ghost: Ghost) -> bool:
-        """Take a ghost over that a session is done with. False: it is of no more use."""
+    def keep(self, ghost: Ghost, stays: bool) -> bool:
+        """Take a ghost over that a session is done with. False: it is of no more use.
+
+        `stays`: with its contexts, also where the job has none that is always warm.
+        """
         with self._lock:
-            if not self._keeps_warm or self._closing.is_set() or self._rests or self._ghost:
+            unwanted = not (self._keeps_warm or stays)
+            if unwanted or self._closing.is_set() or self._rests or self._ghost:
                 return False
             try:
                 ghost.ask(commands.Reset(), time.monotonic() + RESET_SECONDS)
@@ -103,11 +108,12 @@ class Ghosts:
             self._ghost, self._gpus, self._warm = ghost, machine.gpus, set(machine.warm)
             return True
 
-    def prepare(self, suspended: bool) -> None:
-        """Have one with the driver initialised, which takes half a second, but no context."""
-        self.rest(suspended)
+    def prepare(self, rests: bool) -> None:
+        """Have one with the driver initialised, which takes half a second, but no context.
+        `rests`: as of `rest`."""
+        self.rest(rests)
         with self._lock:
-            if self._ghost is not None or (self._keeps_warm and not suspended):
+            if self._ghost is not None or (self._keeps_warm and not rests):
                 return
             try:
                 self._ghost = self._new()
@@ -116,7 +122,8 @@ class Ghosts:
                 log.warning("no ghost is ready, the next session starts one: %s", error)
 
     def rest(self, rests: bool) -> None:
-        """Say whether the job is suspended: then there is no warm one, as it would hold GPUs."""
+        """Say whether the job has given its GPUs back: then there is no warm one, as it would hold
+        them."""
         with self._lock:
             self._rests = rests
             if rests and self._warm:

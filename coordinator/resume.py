@@ -25,15 +25,18 @@ from coordinator.reach import refuse_stopped
 from coordinator.refill import Refill, Saved
 from coordinator.session import GhostLink, Progress, RunningJob, Session
 from coordinator.tasks import NEEDS_OPEN
-from flowgpu import wire
+from flowgpu import timeline, wire
 from flowgpu.errors import FlowError, InternalError, JobLost, ResumeFailed, is_internal, words_of
 from flowgpu.jobs import JobDir
+from flowgpu.timeline import COORDINATOR, JOB, Recorder
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
 
 LIMITS = {"fill": 600.0, "mapback": 120.0}
 """The phases, with the seconds that each may take."""
+SPANS = {"engine": (JOB, "CUDA put back")}
+"""What the timeline calls parts of the report that others of the coordinator's run beside."""
 
 
 class Resume:
@@ -57,13 +60,24 @@ class Resume:
         self._host = host
         self._report = progress
         self._drop = drop
-        self._link = GhostLink(job.start_ghost, job.keep_ghost)
-        self._session = Session(job, self._link)
+        self.timeline = Recorder()
+        self._link = GhostLink(job.start_ghost, job.keep_ghost, self.timeline)
+        self._session = Session(job, self._link, timeline=self.timeline)
         self._tasks = BringUp(self._session, again=UNDO_SECONDS)
         self._seconds: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
         """Do it. Gives the report; raises a FlowError."""
+        notes = JobDir(self._job.directory).timeline
+        try:
+            report = self._run()
+        except FlowError as error:
+            timeline.note(notes, "resume", self.timeline, {}, str(error))
+            raise
+        timeline.note(notes, "resume", self.timeline, report, "")
+        return report
+
+    def _run(self) -> dict[str, Any]:
         began = time.monotonic()
         try:
             self._fill()
@@ -100,9 +114,9 @@ class Resume:
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         """Note what it takes, under this name of the report."""
-        began = time.monotonic()
-        yield
-        self._seconds[name] = time.monotonic() - began
+        with self.timeline.span(*SPANS.get(name, (COORDINATOR, name))) as span:
+            yield
+        self._seconds[name] = span.seconds
 
     def _fill(self) -> None:
         deadline = self._session.deadline = self._begin("fill")

@@ -60,7 +60,7 @@ class RunningJob:
     directory: Path
     start_ghost: Callable[[], Ghost]
     custody: Custody
-    keep_ghost: Callable[[Ghost], bool] = lambda ghost: False
+    keep_ghost: Callable[[Ghost, bool], bool] = lambda ghost, stays: False
     ghost: str = "auto"  # vocabulary.GhostChoice
     engine: str = "auto"  # vocabulary.EngineChoice: what its tasks are prepared for
     keeper: int = 0  # process id
@@ -79,10 +79,11 @@ class GhostLink:
     def __init__(
         self,
         start: Callable[[], Ghost],
-        keep: Callable[[Ghost], bool] = lambda ghost: False,
+        keep: Callable[[Ghost, bool], bool] = lambda ghost, stays: False,
         timeline: Recorder | None = None,
     ) -> None:
-        """`keep` is asked at the end whether the ghost is to live on; it then owns it.
+        """`keep` is asked at the end whether the ghost is to live on, for a ghost and whether it is
+        to have its contexts in any case; it then owns it.
 
         `timeline` notes what is asked of the ghost.
         """
@@ -168,10 +169,10 @@ class GhostLink:
             ghost.quit()
         self.kill()
 
-    def quit(self) -> None:
-        """Let the ghost end, unless it is to be kept."""
+    def quit(self, *, stays: bool = False) -> None:
+        """Let the ghost end, unless it is to be kept. `stays`: it is, with its contexts."""
         ghost, self._ghost = self._ghost, None
-        if ghost is not None and not self._keep(ghost):
+        if ghost is not None and not self._keep(ghost, stays):
             ghost.leave()
         self.kill()
 

@@ -201,7 +201,7 @@ class Sessions:
                 with self._ghosts.session():
                     told = self._told(progress)
                     result = suspend(self._job, options, told, others)
-                self._ghosts.prepare(suspended=True)
+                self._ghosts.prepare(rests=self._rests())
                 return result
             finally:
                 self._record_state(spoilt=list(self._job.spoilt.items()))
@@ -227,7 +227,7 @@ class Sessions:
                 with self._ghosts.session():
                     told = self._told(progress)
                     result = Resume(self._job, parked, host, told, drop=drop, others=others).run()
-                self._ghosts.prepare(suspended=False)
+                self._ghosts.prepare(rests=False)
                 return result
             finally:
                 self._record_state()
@@ -245,9 +245,13 @@ class Sessions:
     def _record_state(self, **changes: Any) -> None:
         """Record the state of a job that has no session under way."""
         parked, host = self._job.parked, self._job.host
-        self._ghosts.rest(parked is not None)
+        self._ghosts.rest(self._rests())
         held = host.held() if host is not None else 0
         self._record(state=RUNNING if parked is None else SUSPENDED, host_bytes=held, **changes)
+
+    def _rests(self) -> bool:
+        """The job has given its GPUs back."""
+        return self._job.parked is not None and not self._job.parked.keeps_context
 
     def _on_dumped(self, image: Path) -> None:
         # The image of several nodes is the folder above each node's part.

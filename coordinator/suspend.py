@@ -24,7 +24,7 @@ from coordinator.phases import Goal, Outcome, Phase
 from coordinator.process import alive
 from coordinator.session import SPARE_BYTES, Progress, RunningJob, wanted_gpus
 from coordinator.tasks import DYING_SECONDS
-from flowgpu import wire
+from flowgpu import timeline, wire
 from flowgpu.errors import FlowError, GpuFull, NothingToSuspend
 from flowgpu.host import memory
 from flowgpu.jobs import JobDir
@@ -39,14 +39,17 @@ def suspend(
 ) -> dict[str, Any]:
     """Suspend it; once more where processes that begin or end have disturbed that. With `others`,
     who leads all nodes tries again."""
-    began, folder = time.monotonic(), JobDir(job.directory).host_copy
-    attempts = Attempts(options.pause(folder).pause_seconds)
+    began, kept = time.monotonic(), JobDir(job.directory)
+    attempts = Attempts(options.pause(kept.host_copy).pause_seconds)
     while True:
         suspension = Suspension(job, options, progress, began, others)
         try:
-            return suspension.run()
+            result = suspension.run()
+            timeline.note(kept.timeline, "suspension", suspension.timeline, result, "")
+            return result
         except FlowError as error:
             if not others.alone or not attempts.again(suspension, error):
+                timeline.note(kept.timeline, "suspension", suspension.timeline, {}, str(error))
                 raise
 
 
@@ -164,7 +167,10 @@ class Suspension(Pause):
         return self._state.outcome is Outcome.GOOD and self._parked is not None
 
     def _end_ghost(self) -> None:
-        self._link.end()
+        if self._is_suspended and self._keeps:
+            self._link.quit(stays=True)
+        else:
+            self._link.end()
 
     def _release_target(self) -> None:
         if self._is_suspended:

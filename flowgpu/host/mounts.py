@@ -12,6 +12,9 @@ CLONE_NEWNS = 0x00020000
 MS_RDONLY, MS_NOSUID, MS_NOEXEC, MS_REMOUNT = 0x1, 0x2, 0x8, 0x20
 MS_BIND, MS_REC, MS_SLAVE = 0x1000, 0x4000, 0x80000
 MNT_DETACH = 2
+SYS_FSOPEN, SYS_FSCONFIG, SYS_FSMOUNT = 430, 431, 432
+CLOEXEC = 1  # of fsopen(2) and fsmount(2)
+SET_STRING, CREATE = 1, 6  # commands of fsconfig(2)
 
 
 def leave() -> None:
@@ -32,6 +35,30 @@ def unmount(target: Path) -> None:
     libc().umount2(os.fsencode(target), MNT_DETACH)
 
 
-def _call(result: int) -> None:
-    if result != 0:
+def huge_file() -> int:
+    """A file without a name in memory, with huge pages where the machine has them free.
+
+    A memfd has none, unless the whole machine is set to that. So the file is on a tmpfs that is
+    mounted nowhere. Raises OSError where the kernel is older than Linux 5.2, or this process may
+    not mount.
+    """
+    system = _call(libc().syscall(SYS_FSOPEN, b"tmpfs", CLOEXEC))
+    try:
+        # It may grow to all memory, as a memfd may.
+        for key, value in ((b"huge", b"always"), (b"size", b"0"), (b"mode", b"0700")):
+            _call(libc().syscall(SYS_FSCONFIG, system, SET_STRING, key, value, 0))
+        _call(libc().syscall(SYS_FSCONFIG, system, CREATE, None, None, 0))
+        top = _call(libc().syscall(SYS_FSMOUNT, system, CLOEXEC, 0))
+    finally:
+        os.close(system)
+    try:
+        # It keeps the file system, whose last descriptor but this one is closed here.
+        return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=top)
+    finally:
+        os.close(top)
+
+
+def _call(result: int) -> int:
+    if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(result)

@@ -51,8 +51,8 @@ class Ready:
     def start(self) -> Ghost:
         return cast(Any, self.ghosts.start())
 
-    def keep(self, ghost: Ghost) -> bool:
-        return self.ghosts.keep(cast(Any, ghost))
+    def keep(self, ghost: Ghost, *, stays: bool = False) -> bool:
+        return self.ghosts.keep(cast(Any, ghost), stays)
 
 
 @pytest.mark.parametrize("warm", [False, True])
@@ -79,7 +79,7 @@ def test_a_suspended_job_has_one_without_contexts_ready(warm: bool) -> None:
     ready = Ready(warm=warm)
     used = Ghost(0)
     assert ready.keep(used) is warm  # when the suspension is done with it
-    ready.ghosts.prepare(suspended=True)
+    ready.ghosts.prepare(rests=True)
     ready.ghosts.rest(True)
     (one,) = ready.made
     assert one.alive() and one.asked == 1
@@ -94,14 +94,25 @@ def test_a_resumed_job_has_one_ready_or_warm(warm: bool) -> None:
     ready = Ready(warm=warm)
     used = Ghost(0)
     assert ready.keep(used) is warm
-    ready.ghosts.prepare(suspended=False)
-    ready.ghosts.prepare(suspended=False)
+    ready.ghosts.prepare(rests=False)
+    ready.ghosts.prepare(rests=False)
     assert len(ready.made) == (0 if warm else 1)
     assert ready.start() is (used if warm else ready.made[0])
 
 
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_suspended_job_with_contexts_keeps_the_ghost_with_its_own(warm: bool) -> None:
+    ready = Ready(warm=warm)
+    used = Ghost(*([0] if warm else []))
+    assert ready.keep(used, stays=True)
+    ready.ghosts.prepare(rests=False)
+    ready.ghosts.rest(False)
+    assert ready.made == [] and used.alive()
+    assert ready.start() is used
+
+
 def test_none_outlives_its_job() -> None:
     ready = Ready(warm=False)
-    ready.ghosts.prepare(suspended=False)
+    ready.ghosts.prepare(rests=False)
     ready.ghosts.close()
     assert [ghost.ended for ghost in ready.made] == ["killed"]
