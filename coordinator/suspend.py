@@ -205,6 +205,9 @@ class Suspension(Pause):
             "gpu_bytes_reserved": gpu.gpu_bytes_reserved,
             "gpu_bytes_freed": blocks if self._keeps else gpu.gpu_bytes_reserved,
             "gpu_bytes_active": gpu.gpu_bytes_active,
+            "gpu_bytes_nonzero": gpu.gpu_bytes_nonzero,
+            "gpu_bytes_distinct": gpu.gpu_bytes_distinct,
+            "gpu_bytes_stored": gpu.gpu_bytes_stored,
             "host_bytes": self._host.held(),
             "not_kept": list(gpu.not_kept),
         }

@@ -12,7 +12,7 @@ Files of `<runtime dir>/jobs/<id>/` (0700; files 0600, owned by the user who sta
 `output.streams`   which bytes of it are of which stream (flowgpu/output_log.py)
 `coordinator.log`  what the coordinator has to say
 `counts.json`      what it has done so far (flowgpu/metrics.py); a restore goes on counting
-`timeline.json`    its newest checkpoint or restore (flowgpu/timeline.py)
+`timeline.json`    what was done to it last, step by step (flowgpu/timeline.py)
 `saving.json`      who saves it again and again, and when next (flowgpu/saving.py)
 `parked.json`      a suspended job: what it has in memory of the host (coordinator/parked.py)
 =================  ============================================================

@@ -1,7 +1,8 @@
-"""When each step of a checkpoint or a restore began and ended, as the coordinator saw it.
+"""When each step of what is done to a job began and ended, as the coordinator saw it: a checkpoint,
+a restore, a suspension or a resume.
 
-An image has it as `timeline.json`, and the folder of a job that of its newest checkpoint or
-restore, with what became of that.
+An image has that of its checkpoint as `timeline.json`. The folder of a job has the newest one, with
+what became of that.
 """
 
 from __future__ import annotations
@@ -208,10 +209,10 @@ def of_image(image: Image) -> Timeline | None:
 
 @dataclass(frozen=True)
 class Operation:
-    """The newest checkpoint or restore of a job: its report, or the error, and its timeline."""
+    """What was done to a job last: its report, or the error, and its timeline."""
 
     kind: str
-    """`checkpoint` or `restore`."""
+    """`checkpoint`, `restore`, `suspension` or `resume`."""
     result: Mapping[str, Any]
     error: str
     timeline: Timeline

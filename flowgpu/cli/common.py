@@ -270,7 +270,7 @@ def ask(registry: Registry, record: Job, verb: str, **fields: Any) -> dict[str, 
 
 
 def export_spans(job: str, since: float = 0.0) -> None:
-    """Give the newest checkpoint or restore of a job to OpenTelemetry, if that is asked for."""
+    """Give the steps of what was done to a job last to OpenTelemetry, if that is asked for."""
     if any(name.startswith("OTEL_") for name in os.environ):
         from flowgpu import spans
 

@@ -75,8 +75,8 @@ def _write(path: Path, text: str) -> None:
 def report(subject: str, output: Path) -> None:
     """Draw where the time and the bytes of a checkpoint went
 
-    One HTML file, for a browser or a printer: of an image, of a store's images, or of the newest
-    checkpoint or restore of a job.
+    One HTML file, for a browser or a printer: of an image, of a store's images, or of what was done
+    to a job last.
     """
     from flowgpu.report.page import page
     from flowgpu.report.source import find
@@ -94,7 +94,7 @@ def trace(subject: str, output: Path) -> None:
     """Write when each process did what, for Perfetto
 
     JSON that ui.perfetto.dev and chrome://tracing open: coordinator, ghost, CRIU and tasks, of an
-    image, of a store's images, or of the newest checkpoint or restore of a job.
+    image, of a store's images, or of what was done to a job last.
     """
     from flowgpu.report.trace import events, find
 
@@ -147,7 +147,7 @@ def metrics(folders: tuple[Path, ...], output: Path | None) -> None:
 def top(folders: tuple[Path, ...], delay: float) -> int:
     """Show jobs and stores on the terminal, again and again
 
-    Enter shows the selected job with its processes, its newest checkpoint or restore and its
+    Enter shows the selected job with its processes, what was done to it last and its
     images. Stores are those that jobs are saved to, and DIR. It only looks, and no job waits for
     it. A state with ! has a trouble, which the details tell. PROCS: those that use CUDA, of all.
     """

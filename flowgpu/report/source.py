@@ -1,4 +1,4 @@
-"""What a report and a trace show: of an image, a store, or a job's newest checkpoint or restore."""
+"""What a report and a trace show: of an image, a store, or what was done to a job last."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ STEP_NAMES = {
     "handover": "take the GPU memory over",
     "strip": "end CUDA",
     "capture": "capture the processes",
+    "park": "let the GPU memory go",
     "commit": "commit the image",
     "kill": "end the job",
     "wake": "put CUDA back",
@@ -44,7 +45,7 @@ MEASURED_TIMES = 4
 
 
 class NothingToShow(Exception):
-    """There is no image, and no checkpoint or restore; the text says of what."""
+    """There is no image, and nothing was done to the job; the text says of what."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ class Movement:
 
 @dataclass(frozen=True)
 class Shown:
-    """One checkpoint or restore."""
+    """One checkpoint, restore, suspension or resume."""
 
     title: str
-    kind: str  # checkpoint or restore
+    kind: str  # as of timeline.Operation
     facts: Sequence[tuple[str, str]]
     timeline: Timeline | None
     """None: the image is from before there was one."""
@@ -157,7 +158,7 @@ def of_image(path: Path) -> Shown:
 
 
 def of_job(key: str, registry: Registry) -> Shown:
-    """The newest checkpoint or restore of a job. Raises UnknownJob, NothingToShow."""
+    """What was done to a job last. Raises UnknownJob, NothingToShow."""
     record = registry.find(key)
     operation = timeline.read(registry.dir(record.id).timeline)
     if operation is None:
@@ -177,7 +178,7 @@ def of_job(key: str, registry: Registry) -> Shown:
         facts=facts,
         timeline=operation.timeline,
         phases=result.get("phases", {}),
-        pause=result.get("pause_seconds"),
+        pause=result.get("pause_seconds", result.get("suspend_seconds")),
         total=operation.timeline.seconds,
         stages=[(s, int(result[f"gpu_bytes_{s}"])) for s in GPU_STAGES] if reserved else (),
         linked=int(result.get("gpu_bytes_linked", 0)),
@@ -233,7 +234,7 @@ def where_the_pause_went(shown: Shown) -> list[tuple[str, float]]:
 
 def _waited_for(line: Timeline, phase: Span) -> list[tuple[str, Span]]:
     """What the coordinator waits for in a phase, in this order."""
-    if phase.name != "capture":
+    if phase.name not in ("capture", "park"):
         return []
     dumps, moves = line.find(CRIU, "dump"), line.find(GHOST, MOVE)
     return [*((CPU, one) for one in dumps), *((COPY, one) for one in moves)]

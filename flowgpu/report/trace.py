@@ -67,7 +67,7 @@ class _Process:
 
 
 def find(subject: str, registry: Registry) -> list[Source]:
-    """The timelines of an image, of a store's images or of a job's newest checkpoint or restore.
+    """The timelines of an image, of a store's images or of what was done to a job last.
 
     Raises NothingToShow, UnknownJob, ImageDamaged.
     """

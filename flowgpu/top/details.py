@@ -19,7 +19,7 @@ HEAD = "bold"
 
 
 def of_job(job: Seen, operation: Operation | None, images: Sequence[ImageRow], now: float) -> Text:
-    """A job, its newest checkpoint or restore, and its images, the oldest first."""
+    """A job, what was done to it last, and its images, the oldest first."""
     record, counts = job.record, job.counts
     amount, where = job.memory
     lines = [

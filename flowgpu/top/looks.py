@@ -273,7 +273,7 @@ class Watch:
         )
 
     def operation(self, job: str) -> Operation | None:
-        """The newest checkpoint or restore of a job, by its id."""
+        """What was done to a job last, by its id."""
         return timeline.read(self._registry.dir(job).timeline)
 
     def stores(self) -> list[StoreLook]:

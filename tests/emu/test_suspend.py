@@ -6,6 +6,7 @@ The same bodies serve for a real GPU in tests/gpu.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -20,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
+from flowgpu import timeline
 from flowgpu.client import Connection, what_became
 from flowgpu.errors import (
     CoordinatorGone,
@@ -33,6 +35,9 @@ from flowgpu.errors import (
 from flowgpu.image.reader import Image
 from flowgpu.jobs import DUMPED, EXITED, RUNNING, SUSPENDED, Registry, start_time
 from flowgpu.launch import EngineChoice
+from flowgpu.report.page import answer
+from flowgpu.report.source import of_job
+from flowgpu.timeline import COORDINATOR, GHOST, MOVE
 from tests.emu import test_checkpoint
 from tests.emu.test_checkpoint import FLOWGPU, Run, command, flowgpu, undisturbed
 from tests.emu.test_takeover import TASK, kill_coordinator, steps
@@ -155,6 +160,43 @@ def test_a_ghost_is_ready_for_the_resume_and_for_the_next_suspension(runs: Any) 
     assert run.lines == undisturbed("segments")
 
 
+def test_with_contexts_kept_the_ghost_of_the_suspension_does_the_resume(runs: Any) -> None:
+    run = runs("stays", command("segments"), "", "--engine", "replay")
+    run.wait_lines(2)
+    suspend(run)
+    resume(run)
+    (before,) = ghosts(run)[-1:]
+    suspend(run, "--keep-context")
+    assert ghosts(run) == [before]
+    resume(run)
+    wait_for(lambda: before not in ghosts(run), "its end, when its contexts are not needed")
+    suspend(run, "--keep-context")
+    ghosts(run)[0].kill()
+    resume(run)
+    assert run.end() == 0
+    assert run.lines == undisturbed("segments")
+
+
+@pytest.mark.parametrize("verb", ["suspend", "resume"])
+def test_a_suspension_and_a_resume_leave_a_timeline(verb: str, runs: Any) -> None:
+    run = runs(f"timeline-{verb}", command("segments"), "", "--engine", "replay")
+    run.wait_lines(2)
+    found = suspend(run)
+    if verb == "resume":
+        found = resume(run)
+    operation = timeline.read(Registry().dir(Registry().find(run.name).id).timeline)
+    assert operation is not None
+    assert operation.kind == {"suspend": "suspension", "resume": "resume"}[verb]
+    assert operation.result == found
+    (move,) = operation.timeline.find(GHOST, MOVE)
+    assert move.bytes > 0
+    steps = [span for span in operation.timeline.spans if span.track == COORDINATOR]
+    assert all(a.end <= b.begin for a, b in itertools.pairwise(steps))
+    assert answer(of_job(run.name, Registry())).startswith(
+        "The job stood still for" if verb == "suspend" else "The resume took"
+    )
+
+
 @pytest.mark.parametrize("ghost", ["auto", "warm"])
 @pytest.mark.parametrize("engine", ["native", "replay"])
 def test_a_suspended_job_leaves_nothing_on_the_gpu(
@@ -177,8 +219,11 @@ def test_a_suspended_job_leaves_nothing_on_the_gpu(
 
 
 def test_with_its_context_kept_a_job_gives_all_blocks_back(runs: Any) -> None:
-    run = runs("kept", command("segments"), "", "--engine", "replay")
+    # The ghost that stays has a context too: here it is there from the start.
+    run = runs("kept", command("segments"), "", "--engine", "replay", "--ghost", "warm")
     run.wait_lines(5)
+    log = Registry().dir(Registry().find(run.name).id).coordinator_log
+    wait_for(lambda: "has contexts on GPUs" in log.read_text(), "the warm ghost", SECONDS)
     before = free_bytes()
     found = suspend(run, "--keep-context")
     wait_for(lambda: free_bytes() >= before + found["gpu_bytes_freed"], "the blocks' memory")
