@@ -28,7 +28,7 @@ from flowgpu.vocabulary import EngineChoice
 keep_context_option = click.option(
     "--keep-context",
     is_flag=True,
-    help="Leave CUDA's contexts where they are (some 500 MiB a process), and FlowGPU's (600 a GPU), "
+    help="Leave CUDA's contexts where they are (some 500 MiB a process) and FlowGPU's (600 a GPU), "
     "for a faster resume",
 )
 drop_option = click.option(
