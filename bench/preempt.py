@@ -29,7 +29,7 @@ from flowgpu.image.store import Store
 from flowgpu.timeline import of_image
 from tests.faults.lanes import lane_name
 from tests.gpu.site import Site
-from tests.slurm.cluster import Cluster, missing
+from tests.slurm.cluster import SHIPPED, Cluster, missing
 from tests.slurm.job import Job, cluster
 from tests.unit.coordinator_job import wait_for
 
@@ -73,14 +73,18 @@ def _starts(job: Job) -> list[float]:
     return [float(line) for line in path.read_text().split()] if path.exists() else []
 
 
-def measure(site: Site, name: str, rounds: int, folder: Path) -> list[dict[str, float]]:
+def measure(site: Site, name: str, rounds: int, ghost: str, folder: Path) -> list[dict[str, float]]:
     """All rounds of a job. Raises AssertionError where something does not come in time."""
     (of,) = measured(name, None)
     os.environ |= site.environment
+    script = folder / "job.sh"
+    script.write_text(
+        (SHIPPED / script.name).read_text().replace("flowgpu run", f"flowgpu run --ghost {ghost}")
+    )
     with cluster(nodes=1) as slurm:
         first = f"date +%s.%N >> {folder}/starts"
         words = [of.command[0], str(machine.ROOT / of.command[1]), *of.command[2:]]
-        job = Job(slurm, folder, words=words, every="3600", first=first)
+        job = Job(slurm, folder, script=str(script), words=words, every="3600", first=first)
         try:
             wait_for(lambda: len(job.lines) >= STEPS_BEFORE, "the first steps", START_SECONDS)
             images = folder / "images" / f"job-{job.number}"
@@ -112,6 +116,7 @@ def main() -> int:
     parser.add_argument("--gpu", choices=["nvidia", "emulated"], default="nvidia")
     parser.add_argument("--job", default="gpt2_xl")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ghost", choices=["auto", "warm"], default="auto")
     parser.add_argument("--images", type=Path, help="a folder for images (default: a tmpfs)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -122,7 +127,9 @@ def main() -> int:
     with Site(options.gpu, options.images) as site:
         os.chmod(site.images, 0o755)
         with tempfile.TemporaryDirectory(dir=site.images) as folder:
-            document["rows"] = measure(site, options.job, options.rounds, Path(folder))
+            document["rows"] = measure(
+                site, options.job, options.rounds, options.ghost, Path(folder)
+            )
     if options.out:
         options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(document))
