@@ -56,6 +56,8 @@ class Cluster:
         (folder / "flowgpu.conf").write_text("".join(kept))
         (folder / "slurm.conf").write_text(self._conf(cpus))
         (folder / "gres.conf").write_text("Name=gpu Type=fake File=/dev/null\n")
+        # Where cgroups are those of version 2, slurmd asks systemd for one, which may not be there.
+        (folder / "cgroup.conf").write_text("IgnoreSystemd=yes\n")
 
     def _conf(self, cpus: int) -> str:
         host = socket.gethostname()
