@@ -48,7 +48,7 @@ PYTEST = $(PY) -m pytest --timeout 600 $$($(PY) -c 'import xdist' 2> /dev/null &
 PURE := $(addprefix tests/unit/test_,$(addsuffix .py,active bad_image chunk_plans cli_render coordinator_engine digests docs errors failures filling image_chunks image_pages memory minimum phases reliability))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-htcondor setup-kubernetes setup-podman setup-slurm setup-tensorflow build demo test test-condor test-cuts test-drawn test-emulator test-faults test-kubernetes test-measuring test-modimage test-nodes test-pages test-podman test-ranks test-series test-slurm test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu slurm-storm soak soak-gpu swaps swaps-gpu trials trials-gpu record-programs triton-kernels bench bench-emu bench-nodes bench-ranks bench-stall performance-doc docs lint generate check-generated print-python clean
+.PHONY: help setup setup-htcondor setup-kubernetes setup-podman setup-slurm setup-tensorflow build demo test test-condor test-cuts test-drawn test-emulator test-faults test-kubernetes test-measuring test-modimage test-nodes test-pages test-podman test-ranks test-series test-slurm test-trials test-wheel test-workloads test-stale test-all check test-tensorflow test-programs test-gpu support-gpu kernels kernels-gpu fault-matrix fault-matrix-gpu kill-storm kill-storm-gpu slurm-storm soak soak-gpu swaps swaps-gpu trials trials-gpu record-programs triton-kernels bench bench-emu bench-nodes bench-preempt bench-ranks bench-stall performance-doc docs lint generate check-generated print-python clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -241,6 +241,10 @@ bench-stall: build ## Measure what checkpoints cost jobs that go on, and suspend
 	for job in gpt2 gpt2_xl; do \
 	  $(PY) -m bench.stall --job $$job --out $(RAW)/stall.json && $(SUM_UP) $(RAW)/stall.json; done
 	$(PY) -m bench.suspend --out $(RAW)/suspend.json && $(SUM_UP) $(RAW)/suspend.json && $(PY) -m bench.performance
+
+bench-preempt: build setup-slurm ## Measure how soon a job that Slurm has preempted runs again (root)
+	@mkdir -p $(RAW)
+	$(PY) -m bench.preempt --out $(RAW)/preempt.json && $(SUM_UP) $(RAW)/preempt.json && $(PY) -m bench.performance
 
 bench-emu: build ## Measure how fast the emulated GPU runs kernels
 	@mkdir -p $(RAW)

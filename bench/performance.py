@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import nodes, plots, replicas, report, stall, summary, suspend, tables
+from bench import nodes, plots, preempt, replicas, report, stall, summary, suspend, tables
 from bench.fit import straight
 from bench.machine import ROOT
 from bench.plots import GIB, TITLES, UNITS, good_runs, growth_points
@@ -44,7 +44,7 @@ median of the runs that succeeded.
 
 
 # Summaries of programs that `make bench` does not run.
-ALONE = ("engine-steps", "nodes", "replicas", "stall", "suspend", "shares")
+ALONE = ("engine-steps", "nodes", "preempt", "replicas", "stall", "suspend", "shares")
 
 
 def documents(folder: Path = summary.RESULTS) -> list[Document]:
@@ -76,6 +76,7 @@ def _one(document: Document) -> str:
     for title, kind, table in (
         ("What a checkpoint costs a job that goes on", "stall", stall.table),
         ("Suspend, resume and swap", "suspend", suspend.table),
+        ("A job that Slurm preempts", "preempt", preempt.table),
         ("Ranks that train one model", "replicas", replicas.table),
         ("Ranks on two nodes", "nodes", nodes.table),
     ):

@@ -328,6 +328,7 @@ SUMS: dict[str, Callable[[Document, Document], Document]] = {
     "faults": _faults,
     "kernels": _kernels,
     "nodes": _by_job,
+    "preempt": _by_job,
     "replicas": _by_job,
     "shares": _shares,
     "soak": _soak,

@@ -360,6 +360,9 @@ LANES = {
         tests=("tests/slurm/test_slurm.py",),
         inputs=(
             *PRODUCT,
+            "bench/jobs.py",
+            "bench/machine.py",
+            "bench/preempt.py",
             "contrib/slurm/*",
             "tests/conftest.py",
             "tests/emu/node_program.py",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,7 @@ from tests.emu.test_checkpoint import (
     flowgpu,
     undisturbed,
 )
-from tests.slurm.cluster import Cluster, missing
+from tests.slurm.cluster import ROOT, Cluster, missing
 from tests.slurm.job import Job, cluster
 from tests.unit.coordinator_job import wait_for
 
@@ -181,6 +183,23 @@ def test_a_job_of_a_node_that_fails_goes_on_from_its_last_periodic_image(
     again = [number for number, line in enumerate(job.lines) if job.lines.index(line) < number]
     assert [line for number, line in enumerate(job.lines) if number not in again] == expected
     assert again == [*range(again[0], again[-1] + 1)] if again else True
+
+
+def test_the_time_from_a_preemption_to_the_next_step_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "preempt.json"
+    words = ("--gpu", "emulated", "--job", "digits_mlp", "--rounds", "2", "--out", str(out))
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.preempt", *words], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(out.read_text())
+    assert document["kind"] == "preempt" and len(document["rows"]) == 2
+    for row in document["rows"]:
+        assert row["total"] == pytest.approx(row["flowgpu"] + row["slurm"])
+        assert row["flowgpu"] == pytest.approx(row["dump"] + row["again"])
+        assert min(row["slurm"], row["pause"], row["again"]) > 0
+        assert row["dump"] > row["pause"]
+    assert done.stdout.startswith("digits_mlp: seconds from the request")
 
 
 def test_a_cancelled_job_leaves_nothing_that_runs(
