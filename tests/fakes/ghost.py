@@ -205,6 +205,9 @@ class FakeJob:
             digests.write(chunk_digests(memoryview(data)))
 
     def fill(self, address: int, offset: int) -> None:
+        for path in filter(None, os.environ.get("FAKE_FILL_AFTER", "").split(":")):
+            while not os.path.exists(path) and not self.cancelled.wait(0.01):
+                pass
         with open(self.path, "rb") as file, open(self.digests, "rb") as digests:
             file.seek(offset)
             data = file.read(CHUNK)
