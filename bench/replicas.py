@@ -84,7 +84,7 @@ def measured(
         job.kill()
         shutil.rmtree(image.parent)
     read, passed = restored["gpu_bytes_read"], restored["gpu_bytes_passed"]
-    copy, passing = restored["phases"]["copy"], restored["passed_seconds"]
+    copy, passing = restored["moved_seconds"], restored["passed_seconds"]
     return {
         "ranks": ranks,
         "engine": engine,

@@ -115,6 +115,8 @@ def parts(run: Run, what: str) -> dict[str, float]:
         # The GPU's side runs beside these two, and what follows waits for both sides.
         beside = phases.pop("copy", 0.0) + phases.pop("ghost", 0.0)
         phases["copy"] = max(beside - phases.get("verify", 0.0) - phases.get("criu", 0.0), 0.0)
+        if "open" in phases:
+            phases["mapback"] += phases.pop("open")
     found = {name: phases.get(name, 0.0) for name in SHOWN[what]}
     found["other"] = max(whole - sum(found.values()), 0.0)
     return found

@@ -202,7 +202,7 @@ def flowgpu_once(
         "restore_command_seconds": restored["wall_seconds"],
         "next_step_seconds": came - began,
         "dump_copy_gbs": _rate(copied, paused["phases"]["copy"]),
-        "restore_copy_gbs": _rate(copied, restored["phases"]["copy"]),
+        "restore_copy_gbs": _rate(copied, restored["moved_seconds"]),
         "lines": lines,
     }
 

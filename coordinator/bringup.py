@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 from coordinator import faults, holding, renewal
 from coordinator.blocks import Block, send_blocks
@@ -20,7 +21,7 @@ from coordinator.reach import let_run
 from coordinator.session import Session
 from coordinator.task_state import BEHIND_GATE, WAY_BACK, Step, TaskState
 from coordinator.task_state import next as next_state
-from coordinator.tasks import Task, TaskError, is_cut, unless_ended
+from coordinator.tasks import CAN_MAP_EARLY, Task, TaskError, is_cut, unless_ended
 from flowgpu import wire
 from flowgpu.timeline import of_task
 from flowgpu.wire import Fault
@@ -78,10 +79,27 @@ class BringUp:
 
         self._bring(Step.REBUILD, remake)
 
+    def map_early(self) -> None:
+        """Let the tasks that know how map their memory while its bytes are still to come.
+
+        `map_back` has to follow, when all of them are there.
+        """
+        to_come = wire.MapbackBytes.TO_COME
+        give = partial(self._give_blocks, their_bytes=to_come)
+        self._bring(Step.MAP, give, lambda task: task.hello.replay >= CAN_MAP_EARLY)
+
     def map_back(self) -> None:
         """Give the tasks that may have let go of their memory all of it back."""
-        table = self._session.table
-        self._bring(Step.MAP_BACK, lambda task: map_back(task, table.of(task.pid), self.deadline))
+        self._bring(Step.MAP_BACK, partial(self._give_blocks, their_bytes=wire.MapbackBytes.THERE))
+
+    def _give_blocks(self, task: Task, their_bytes: wire.MapbackBytes) -> None:
+        blocks = self._session.table.of(task.pid)
+        lacks = () if self._state(task.pid) is TaskState.MAPPED else blocks
+        found = map_back(task, lacks, self.deadline, their_bytes)
+        # None: the program is in exit(), its driver has shut down, and its memory is wanted no
+        # more.
+        if found not in (0, len(blocks)):
+            raise RuntimeError(f"task {task.pid} mapped {found} of {len(blocks)} blocks")
 
     def open(self) -> None:
         """Let the tasks call the driver again, and NCCL: communicators that were ended are made
@@ -104,19 +122,26 @@ class BringUp:
 
         each(tasks, lambda task: unless_ended(task, act))
 
-    def _bring(self, step: Step, action: Callable[[Task], None]) -> None:
-        """Do it for every task whose state it is for."""
+    def _bring(
+        self,
+        step: Step,
+        action: Callable[[Task], None],
+        can: Callable[[Task], bool] = lambda task: True,
+    ) -> None:
+        """Do it for every task whose state it is for, and that can."""
         try:
-            self._once(step, action)
+            self._once(step, action, can)
         except Exception as error:
             if self.again:
                 self._session.deadline = time.monotonic() + self.again
             elif not is_cut(error):
                 raise
             log.warning("tried again: %s", error)
-            self._once(step, action)
+            self._once(step, action, can)
 
-    def _once(self, step: Step, action: Callable[[Task], None]) -> None:
+    def _once(
+        self, step: Step, action: Callable[[Task], None], can: Callable[[Task], bool]
+    ) -> None:
         def act(task: Task) -> None:
             with self._session.timeline.span(of_task(task.pid), step.value):
                 action(task)
@@ -125,7 +150,7 @@ class BringUp:
         with let_run(self.having(*BEHIND_GATE)):
             self._reconnect()
             wanted = [task for task in self.tasks if self._state(task.pid) in WAY_BACK[step]]
-            each(wanted, lambda task: unless_ended(task, act))
+            each(list(filter(can, wanted)), lambda task: unless_ended(task, act))
 
     def _reconnect(self) -> None:
         """Wait for those whose connection has ended, with DETACH or without, or is to come."""
@@ -159,10 +184,16 @@ def each(tasks: Sequence[Task], action: Callable[[Task], object]) -> None:
         future.result()
 
 
-def map_back(task: Task, blocks: Sequence[Block], deadline: float) -> None:
-    """Give a task its blocks: it maps each at its address. Raises TaskError, OSError."""
+def map_back(
+    task: Task, blocks: Sequence[Block], deadline: float, their_bytes: wire.MapbackBytes
+) -> int:
+    """Give a task blocks: it maps each at its address. Gives how many it has then.
+
+    Raises TaskError, OSError.
+    """
     faults.check(Fault.MAPBACK)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    packet = wire.packet(wire.Message.MAPBACK, count=their_bytes)
     failures: list[OSError] = []
 
     def send() -> None:
@@ -176,7 +207,8 @@ def map_back(task: Task, blocks: Sequence[Block], deadline: float) -> None:
         try:
             with theirs:
                 sender.start()
-                reply = task.request(wire.Message.MAPBACK, deadline, fds=[theirs.fileno()])
+                fds = [theirs.fileno()]
+                reply = task.request(wire.Message.MAPBACK, deadline, packet=packet, fds=fds)
         except TaskError:
             # The task may have the channel open, and the sender wait for it to read on.
             ours.shutdown(socket.SHUT_RDWR)
@@ -185,9 +217,7 @@ def map_back(task: Task, blocks: Sequence[Block], deadline: float) -> None:
             sender.join()
     if failures:
         raise failures[0]
-    # None: the program is in exit(), its driver has shut down, and its memory is wanted no more.
-    if reply.blocks not in (0, len(blocks)):
-        raise RuntimeError(f"task {task.pid} mapped {reply.blocks} of {len(blocks)} blocks")
+    return reply.blocks
 
 
 def open_gate(task: Task, deadline: float) -> None:

@@ -136,9 +136,8 @@ class FillPlan:
     inactive: U64
 
     def needs_kernels(self, poison: bool) -> bool:
-        """True if there is more to do than to read."""
-        made = (self.passed.sources, self.copies[0], self.zeros)
-        return any(map(len, made)) or (poison and len(self.inactive) > 0)
+        """True if there are chunks that no read brings."""
+        return any(map(len, (self.copies[0], self.zeros))) or (poison and len(self.inactive) > 0)
 
 
 def islands(reaches: Sequence[Sequence[bool]]) -> list[list[int]]:

@@ -3,7 +3,7 @@
 What several GPUs want is read by one of them. The others copy it from there once it is whole:
 over NVLink where there is one (coordinator/chunks.py says between which GPUs). What they have got
 is checked by its digests: some machines say that GPUs reach each other, and lose bytes on the way.
-It is read from the image there.
+It is read from the image there, and so is all of it where they turn out not to reach each other.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from coordinator.chunks import CHUNK, U8, U64, FillPlan, Kernels, Numbers, Passed, segments
+from coordinator.chunks import CHUNK, U8, FillPlan, Kernels, Numbers, Passed, Segments, segments
 from coordinator.mover import CopyJob
 from flowgpu.host.native import MoverError, Status
 
@@ -31,10 +31,12 @@ READ_SECONDS = 24 * 3600.0
 
 
 class Meeting:
-    """Where the fills of several GPUs wait until each has read what is its part."""
+    """Where the fills of several GPUs wait until each has read what is its part, and it is known
+    whether they reach each other's memory."""
 
     def __init__(self, fills: int) -> None:
         self._left = fills
+        self._can_reach: bool | None = None
         self._error: Exception | None = None
         self._changed = threading.Condition()
 
@@ -44,18 +46,32 @@ class Meeting:
             self._left -= 1
             self._changed.notify_all()
 
+    def tell(self, can_reach: bool) -> None:
+        """Say whether the GPUs reach each other's memory."""
+        with self._changed:
+            self._can_reach = can_reach
+            self._changed.notify_all()
+
     def fail(self, error: Exception) -> None:
         """One never will. The first error counts."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def wait(self) -> None:
-        """Wait until all are done. Raises the error of the one that failed."""
+    def can_take(self) -> bool:
+        """Wait until what others have read can be taken from them. False: it never can.
+
+        Raises the error of the one that failed.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._left == 0 or self._error is not None)
+            self._changed.wait_for(self._is_decided)
             if self._error is not None:
                 raise self._error
+            return bool(self._can_reach)
+
+    def _is_decided(self) -> bool:
+        there = self._can_reach is not None and self._left == 0
+        return there or self._can_reach is False or self._error is not None
 
 
 class FillJob:
@@ -77,17 +93,15 @@ class FillJob:
         self._meeting, self._digests = meeting, digests
         self.passed_bytes, self.passed_seconds = 0, 0.0  # from other GPUs
         self._plan, self._read, self._kernels, self._poison = plan, read, kernels, poison
-        self._sizes = {n: int(rows[:, 1].sum()) for n, rows in plan.reads.items()}
-        # The largest first, and the newest waited for first, so that others are read beside it.
-        self._left = sorted(self._sizes, key=lambda extent: self._sizes[extent])
+        self._left: list[tuple[int, Segments]] = []  # extents, and what of them
         self._under_way: dict[int, CopyJob] = {}
         self._ended: list[CopyJob] = []
-        self._moved = 0
+        self._moved = self._total = 0
         self._cancelled = False
-        self._lock = threading.Lock()  # of the five above
+        self._lock = threading.Lock()  # of the six above
         self._error: Exception | None = None
         self._done = threading.Event()
-        self._begin()
+        self._begin(plan.reads)
         self._thread = threading.Thread(target=self._run, daemon=True, name="fill")
         self._thread.start()
 
@@ -105,15 +119,24 @@ class FillJob:
         finally:
             self._done.set()
 
-    def _begin(self) -> None:
+    def _begin(self, reads: Mapping[int, Segments]) -> None:
+        """Begin to read these; `_read_all` goes on."""
+        sizes = {extent: int(rows[:, 1].sum()) for extent, rows in reads.items()}
+        with self._lock:
+            self._total += sum(sizes.values())
+            # The largest first, and the newest waited for first, so that others are read beside it.
+            self._left = sorted(reads.items(), key=lambda read: sizes[read[0]])
+        self._go_on()
+
+    def _go_on(self) -> None:
         """Keep as many reads under way as may be."""
         with self._lock:
             while self._left and len(self._under_way) < AT_ONCE:
                 if self._cancelled:
                     raise MoverError(Status.CANCELLED, "the restore was cancelled")
-                extent = self._left.pop()
+                extent, rows = self._left.pop()
                 job = self._under_way[extent] = self._read(extent)
-                job.start(self._plan.reads[extent], None)
+                job.start(rows, None)
 
     def _read_all(self) -> None:
         while self._under_way:
@@ -125,18 +148,21 @@ class FillJob:
                 if self._left:
                     # It has memory of the GPU. Otherwise there is time for that later.
                     self._ended.pop().close()
-            self._begin()
+            self._go_on()
 
     def _expand(self) -> None:
-        if self._kernels is None:
+        passed, kernels = self._plan.passed, self._kernels
+        if len(passed.sources):
+            if kernels is not None and self._meeting.can_take():
+                self._take(passed, kernels)
+            else:
+                self._read_passed(passed, np.arange(len(passed.sources)))
+        if kernels is None:
             return
-        if len(self._plan.passed.sources):
-            self._meeting.wait()
-            self._take(self._plan.passed, self._kernels)
-        self._kernels.copy(*self._plan.copies)
-        self._kernels.fill(self._plan.zeros, 0)
+        kernels.copy(*self._plan.copies)
+        kernels.fill(self._plan.zeros, 0)
         if self._poison:
-            self._kernels.fill(self._plan.inactive, POISON)
+            kernels.fill(self._plan.inactive, POISON)
 
     def _take(self, passed: Passed, kernels: Kernels) -> None:
         """Copy from other GPUs, and read what has not come as it was stored."""
@@ -151,32 +177,29 @@ class FillJob:
             f"checked after {checked:.3f} s",
             file=sys.stderr,
         )
+        wrong = np.zeros(len(found), np.bool_)
         for extent in np.unique(passed.extents):
             here = np.flatnonzero(passed.extents == extent)
             wanted = self._digests(int(extent))[passed.slots[here]]
-            wrong = here[np.any(found[here] != wanted, axis=1)]
-            if len(wrong):
-                self._read_again(int(extent), passed.slots[wrong], passed.addresses[wrong], kernels)
+            wrong[here] = np.any(found[here] != wanted, axis=1)
+        if wrong.any():
+            print(f"{wrong.sum()} chunks did not come whole from another GPU", file=sys.stderr)
+            self._read_passed(passed, np.flatnonzero(wrong))
 
-    def _read_again(self, extent: int, slots: Numbers, addresses: U64, kernels: Kernels) -> None:
-        print(f"{len(slots)} chunks did not come whole from another GPU", file=sys.stderr)
-        used, first, same = np.unique(slots, return_index=True, return_inverse=True)
-        with self._lock:
-            if self._cancelled:
-                raise MoverError(Status.CANCELLED, "the restore was cancelled")
-            job = self._under_way[extent] = self._read(extent)
-        job.start(segments(addresses[first], used), None)
-        job.wait("done", READ_SECONDS)
-        with self._lock:
-            self._ended.append(self._under_way.pop(extent))
-        more = first[same] != np.arange(len(slots))
-        kernels.copy(addresses[first[same[more]]], addresses[more])
+    def _read_passed(self, passed: Passed, which: Numbers) -> None:
+        """Read those from the image."""
+        reads = {}
+        for extent in np.unique(passed.extents[which]).tolist():
+            here = which[passed.extents[which] == extent]
+            reads[extent] = segments(passed.addresses[here], passed.slots[here])
+        self._begin(reads)
+        self._read_all()
 
     def progress(self) -> tuple[int, int]:
         """See CopyJob.progress."""
         with self._lock:
             done = sum(job.progress()[0] for job in self._under_way.values())
-            return self._moved + done, sum(self._sizes.values())
+            return self._moved + done, self._total
 
     def wait(self, stage: str, seconds: float) -> int:
         """See CopyJob.wait. Every stage is reached with `done`."""

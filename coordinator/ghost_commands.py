@@ -298,17 +298,18 @@ class Copy(Command[Copies]):
 
 
 @message
-class Kernels(Command[None]):
-    """Load the chunk kernels where there is room; a fill may do without them."""
+class Fill(Command[None], at_once=True):
+    """Start to fill the created blocks of a GPU as `PrepareFill` has said, checking every chunk's
+    digest."""
 
-    ordinals: tuple[int, ...]
+    ordinal: int
+    poison: bool
 
 
 @message
-class Fill(Command[None]):
-    """Start to fill created blocks as `PrepareFill` has said, checking every chunk's digest."""
-
-    poison: bool
+class Reach(Command[None]):
+    """Let the GPUs reach what they take from each other, once all blocks are there. Until then
+    each fill does its own part."""
 
 
 @message

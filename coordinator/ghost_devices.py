@@ -153,6 +153,11 @@ class Devices:
                 self._job_users -= 1
                 self._jobs_free.notify_all()
 
+    def add_job(self, ordinal: int, job: CopyJob) -> None:
+        """Have the copy of a GPU among the jobs."""
+        with self._jobs_free:
+            self.jobs[ordinal] = job
+
     def end_jobs(self) -> None:
         """End all copies."""
         with self._jobs_free:
@@ -208,10 +213,6 @@ class Devices:
             # No room on the GPU must not mean no checkpoint: everything active is stored.
             print(f"storing every chunk of GPU {ordinal}: {error}", file=sys.stderr)
             return None
-
-    def has_kernels(self, ordinal: int) -> bool:
-        """Its context has the chunk kernels."""
-        return ordinal in self._kernels
 
     def kernels(self, ordinal: int) -> Kernels:
         """The chunk kernels in the GPU's context. Raises MoverError."""

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,15 +18,18 @@ from coordinator import ghost_commands as commands
 from coordinator.blocks import BATCH
 from coordinator.control_state import UNMOVED, ControlState, Moved
 from coordinator.device import Gpu
+from coordinator.ghost_client import Asked
 from coordinator.move_plan import restore_plan_for
 from coordinator.session import Progress, Session, ghost_room, note_limits, wait_copy
 from flowgpu import wire
 from flowgpu.errors import DriverMismatch, GpuMismatch, TopologyMismatch
 from flowgpu.image import manifest as m
-from flowgpu.timeline import GHOST, MOVE
+from flowgpu.timeline import GHOST, MOVE, Open
 from flowgpu.wire import Fault
 
 log = logging.getLogger(__name__)
+
+Answers = deque[Asked[commands.Created]]
 
 
 @dataclass(frozen=True)
@@ -68,9 +73,11 @@ class Refill:
         self._report = report
         self._poison = poison
         self._gpu_map: dict[int, Gpu] = {}  # index in `saved` -> device of the ghost
+        self._begun: list[Asked[None]] = []  # what the copy waits for, once blocks are made
         self._gpus = [gpu for gpu in saved.gpus if gpu.data_bytes]
         size = sum(gpu.data_bytes for gpu in self._gpus)
         self._plan = restore_plan_for(saved.place, len(self._gpus), size)
+        self._move: Open | None = None
         self.full = False
         """Once it is open: the tasks' contexts may not fit beside the ghost's and the blocks."""
 
@@ -83,31 +90,43 @@ class Refill:
         self.full = self._is_full()
 
     def create(self) -> None:
-        """Make the blocks."""
-        deadline, ordinals = self._deadline, self._with_data()
+        """Make the blocks, and begin to fill each GPU's when they are there."""
         prepared = self._link.submit(commands.PrepareFill(self._plan, self._files()))
-        for gpu in self._saved.gpus:
-            self._create_blocks(gpu)
+        asked = deque((gpu, self._ask_for_blocks(gpu)) for gpu in self._saved.gpus)
+        try:
+            while asked:
+                gpu, answers = asked[0]
+                self._take_blocks(gpu, answers)
+                asked.popleft()
+                if gpu.data_bytes:
+                    prepared.until(self._deadline)
+                    self._begin_to_fill(gpu)
+        except BaseException:
+            for _, answers in asked:
+                for one in answers:
+                    one.add_done_callback(_close_blocks)
+            raise
+        prepared.until(self._deadline)
+        self._begun.append(self._link.submit(commands.Reach()))
         self._add_imports()
-        prepared.until(deadline)
-        # Only now: on a full GPU the blocks come first.
-        self._link.ask(commands.Kernels(ordinals), deadline)
         if self.full and self._engine.needs_ghost:
             self._link.prepare_next()
 
     def fill(self) -> dict[str, float]:
-        """Fill them, and check every chunk; gives what was moved, as in a report."""
+        """Wait until they are filled, and every chunk is checked; gives what was moved, as in a
+        report."""
         faults.check(Fault.FILL)
-        if not self._gpus:
+        if self._move is None:
             return {}
-        deadline = self._deadline
-        self._link.ask(commands.Fill(self._poison), deadline)
+        for begun in self._begun:
+            begun.until(self._deadline)
         note_limits(self._job, self._link, self._with_data())
-        move = self._link.timeline.begin(GHOST, MOVE)
-        carried = wait_copy(self._link.ghost, "done", deadline, partial(self._report, "copy"))
-        move.end(carried.bytes)
+        report = partial(self._report, "copy")
+        carried = wait_copy(self._link.ghost, "done", self._deadline, report)
+        self._move.end(carried.bytes)
         return {
             "gpu_bytes_read": carried.bytes,
+            "moved_seconds": self._move.seconds,  # since the first GPU had its blocks
             "gpu_bytes_passed": carried.passed_bytes,  # between GPUs
             "passed_seconds": carried.passed_seconds,
         }
@@ -187,19 +206,29 @@ class Refill:
             seen[self._saved.pids[one.task]].setdefault(one.device, uuid)
         return Moved(pairs, seen)
 
-    def _create_blocks(self, gpu: m.Gpu) -> None:
+    def _ask_for_blocks(self, gpu: m.Gpu) -> Answers:
         ordinal = self._gpu_map[gpu.index].ordinal
         sizes = tuple(block.bytes for block in gpu.blocks)
-        answers = [
+        return deque(
             self._link.submit(commands.Create(ordinal, sizes[at : at + BATCH]))
             for at in range(0, len(sizes), BATCH)
-        ]
+        )
+
+    def _take_blocks(self, gpu: m.Gpu, answers: Answers) -> None:
         blocks = iter(gpu.blocks)
-        for asked in answers:
-            for fd in asked.until(self._deadline).fds:
+        while answers:
+            fds = answers[0].until(self._deadline).fds
+            answers.popleft()
+            for fd in fds:
                 block = next(blocks)
                 row = wire.Block(block.id, block.address, block.bytes, block.device, 0, 0, 0)
                 self._table.add(self._saved.pids[block.task], [row], [fd])
+
+    def _begin_to_fill(self, gpu: m.Gpu) -> None:
+        ordinal = self._gpu_map[gpu.index].ordinal
+        self._begun.append(self._link.submit(commands.Fill(ordinal, self._poison)))
+        if self._move is None:
+            self._move = self._link.timeline.begin(GHOST, MOVE)
 
     def _add_imports(self) -> None:
         """Each gets a descriptor of its own, as if the task had sent it."""
@@ -209,6 +238,13 @@ class Refill:
             block = made[pids[one.owner], one.block]
             row = wire.Block(one.id, one.address, block.row.size, one.device, 0, 0, 0)
             self._table.add(pids[one.task], [row], [os.dup(block.fd)])
+
+
+def _close_blocks(answer: Future[commands.Created]) -> None:
+    """Nobody takes these blocks any more."""
+    if not answer.exception():
+        for fd in answer.result().fds:
+            os.close(fd)
 
 
 def _way(peer: Mapping[str, int]) -> str:

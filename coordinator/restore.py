@@ -81,7 +81,8 @@ from flowgpu.wire import Fault
 log = logging.getLogger(__name__)
 
 LIMITS = {"fill": 3600.0, "criu": 120.0, "engine": 120.0, "mapback": 120.0}
-"""The phases, with the seconds that each may take. `fill` and `criu` begin at once."""
+"""The phases, with the seconds that each may take. `fill` and `criu` begin at once; `mapback` is
+what follows all others."""
 # Beyond the fill: a thread that is held may have a lock that the one that runs is waiting for.
 HELD_SECONDS = 5.0
 SPANS = {"criu": (CRIU, "restore"), "ghost": (COORDINATOR, "make memory")}
@@ -138,6 +139,7 @@ class Restore:
         self._folders: list[Path] = []  # that were made for sockets of the job
         self._places: list[Path] = []
         self._refill: Refill | None = None
+        self._rebuilding: Future[None] | None = None  # where that has begun beside the fill
         self._seconds: dict[str, float] = {}
         self._under_way: list[str] = []  # of what is timed, the newest last
         self._filled: dict[str, float] = {}
@@ -179,8 +181,8 @@ class Restore:
                     unpacked = time.monotonic()
                     self._seconds["unpack"] = unpacked - began
                     self.timeline.add(COORDINATOR, "unpack", began, unpacked)
-                rebuilding = self._restore_both_sides()
-            self._resume(rebuilding)
+                self._restore_both_sides()
+            self._resume()
         except Exception as error:
             log.exception("restore")
             with self.timeline.span(COORDINATOR, "undo"):
@@ -222,9 +224,7 @@ class Restore:
             if not is_same(library):
                 raise FileMissing(path=library.path)
 
-    def _restore_both_sides(self) -> Future[None] | None:
-        """Gives what puts CUDA back, where that has begun beside the fill."""
-        rebuilding = None
+    def _restore_both_sides(self) -> None:
         opened: Future[Refill | None] = Future()
         with ThreadPoolExecutor(max_workers=4) as pool:
             criu = pool.submit(Criu.locate)
@@ -239,7 +239,7 @@ class Restore:
                 if made is not None:
                     self._session.deadline = time.monotonic() + self._begin("engine")
                     if not made.full and self._hold():
-                        rebuilding = self._rebuild_beside(filled)
+                        self._rebuild_beside(created, filled)
             except BaseException:
                 # The other side ends by the death of the ghost, and quickly.
                 self._link.kill()
@@ -252,7 +252,6 @@ class Restore:
         if made is not None and made.full:
             # The memory that it has filled is ours by its descriptors; its contexts are in the way.
             self._link.drop()
-        return rebuilding
 
     def _begin(self, phase: str) -> float:
         """Seconds that the phase may take which begins now."""
@@ -552,10 +551,19 @@ class Restore:
         with self._exchanging:
             yield self._are_held
 
-    def _rebuild_beside(self, filled: Future[None]) -> Future[None]:
-        """Put CUDA back beside the fill."""
+    def _rebuild_beside(self, created: Future[Refill | None], filled: Future[None]) -> None:
+        """Put CUDA back beside the fill, and let the tasks map what is still being filled."""
+
+        def rebuild() -> None:
+            self._rebuild()
+            if self._engine.code is wire.Engine.REPLAY:
+                created.result()
+                self._session.deadline = time.monotonic() + LIMITS["mapback"]
+                with self._timed("mapback"):
+                    self._tasks.map_early()
+
         pool = ThreadPoolExecutor(max_workers=1)
-        rebuilding = pool.submit(self._rebuild)
+        rebuilding = self._rebuilding = pool.submit(rebuild)
         pool.shutdown(wait=False)
         futures.wait([rebuilding, filled], return_when=futures.FIRST_COMPLETED)
         if filled.done():
@@ -564,7 +572,6 @@ class Restore:
             rebuilding.result()
         else:
             log.warning("the threads are let go before CUDA is back")
-        return rebuilding
 
     def _rebuild(self) -> None:
         with self._timed("engine"):
@@ -572,7 +579,7 @@ class Restore:
             self._tasks.expect(self._pids, TaskState.STRIPPED)
             self._engine.rebuild(self._tasks, self._moved())
 
-    def _resume(self, rebuilding: Future[None] | None) -> None:
+    def _resume(self) -> None:
         limit = self._begin("mapback")
         if self._together:
             self._together("all", None)
@@ -588,12 +595,15 @@ class Restore:
         send(signal.SIGCONT, (pid for pid in tree if pid not in self._stopped))
         if not self._pids:
             return
-        if rebuilding is None:
+        if self._rebuilding is None:
             self._rebuild()
         else:
-            rebuilding.result()
+            self._rebuilding.result()
         # One that has ended by now is an end like any other: its parent sees it, the job goes on.
-        with self._timed("mapback"):
+        if not self._tasks.having(TaskState.MAPPED):
+            with self._timed("mapback"):
+                self._tasks.map_back()
+        with self._timed("open"):
             self._tasks.map_back()
             self._tasks.open()
 
@@ -608,6 +618,9 @@ class Restore:
             stack.callback(lambda: left.extend(self._cut_files.put_back()))
             stack.callback(self._remove_folders)
             stack.callback(self._table.close)
+            if self._rebuilding is not None:
+                # It reads the table until it notes that there is no task any more.
+                stack.callback(futures.wait, [self._rebuilding], HELD_SECONDS)
             stack.callback(self._link.kill)
             stack.callback(self._end_tree)
         return left

@@ -1,11 +1,15 @@
 """What a checkpoint has of one task, as data: ``next`` says what each step makes of it.
 
-    CONNECTED - EXPORTED - GATED - AWAY - STRIPPED
-                             \\- LENT
+    CONNECTED - EXPORTED - GATED -- AWAY -- STRIPPED
+                             |        |
+                             |- MAPPED
+                             |
+                           LENT
 
-The way out goes to the right, and the way back to the left. An answer may be lost. So a step that
-takes something from a task counts from when it may have begun. A step that gives it back counts
-when it has succeeded. Nothing here asks the tasks: task_group.py does.
+The way out goes to the right, and the way back to the left; MAPPED is on the way back alone. An
+answer may be lost. So a step that takes something from a task counts from when it may have begun. A
+step that gives it back counts when it has succeeded. Nothing here asks the tasks: task_group.py
+does.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ class TaskState(Enum):
     EXPORTED = "exported"  # descriptors of its blocks are here, and it has a handover channel
     GATED = "gated"  # its gate is closed
     AWAY = "away"  # it may have let go of its memory, which descriptors keep
+    MAPPED = "mapped"  # it has its memory again, but not yet what was in it
     LENT = "lent"  # its memory is here as well
     STRIPPED = "stripped"  # CUDA may be taken from it
 
@@ -33,6 +38,7 @@ class Step(Enum):
     LEND = "lend"
     STRIP = "strip"
     REBUILD = "rebuild"
+    MAP = "map"
     MAP_BACK = "map back"
     OPEN = "open"
     AGAIN = "again"  # it has connected anew, and its gate is open
@@ -46,7 +52,9 @@ _NEXT = {
     (TaskState.GATED, Step.LEND): TaskState.LENT,
     (TaskState.AWAY, Step.STRIP): TaskState.STRIPPED,
     (TaskState.STRIPPED, Step.REBUILD): TaskState.AWAY,
+    (TaskState.AWAY, Step.MAP): TaskState.MAPPED,
     (TaskState.AWAY, Step.MAP_BACK): TaskState.GATED,
+    (TaskState.MAPPED, Step.MAP_BACK): TaskState.GATED,
     (TaskState.GATED, Step.OPEN): TaskState.CONNECTED,
     (TaskState.LENT, Step.OPEN): TaskState.CONNECTED,
     **dict.fromkeys(((state, Step.AGAIN) for state in TaskState), TaskState.CONNECTED),
@@ -57,7 +65,7 @@ BEHIND_GATE = frozenset(TaskState) - {TaskState.CONNECTED, TaskState.EXPORTED}
 
 WAY_BACK = {
     step: frozenset(state for state, one in _NEXT if one is step)
-    for step in (Step.REBUILD, Step.MAP_BACK, Step.OPEN)
+    for step in (Step.REBUILD, Step.MAP, Step.MAP_BACK, Step.OPEN)
 }
 """The steps back in their order, and the states that each is for."""
 

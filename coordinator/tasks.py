@@ -42,6 +42,7 @@ PACKET_BYTES = 1 << 16
 # HELLO has these values in its fields `resumed` and `replay` (wire.h).
 NEEDS_OPEN = 2
 CAN_LEND = 2
+CAN_MAP_EARLY = 3
 DYING_SECONDS = 1.0
 """A task that ends closes its connection so long before it is gone, at most."""
 DRAINING_AT = 72

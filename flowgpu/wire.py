@@ -75,6 +75,11 @@ class ExportNotes(IntEnum):
     GO_ON = 2
 
 
+class MapbackBytes(IntEnum):
+    THERE = 0
+    TO_COME = 1
+
+
 class ManagedStep(IntEnum):
     LEAVE = 0
     LEAVE_HELD = 1
@@ -118,7 +123,7 @@ class Fault(StrEnum):
     CRIU_RESTORE = "criu_restore"  # when CRIU is to restore the tree
     FILL = "fill"  # while the ghost fills the restored memory
     REBUILD = "rebuild"  # when the engine is to rebuild the restored tasks
-    MAPBACK = "mapback"  # when a restored task is to map its blocks
+    MAPBACK = "mapback"  # when a restored task is to map its blocks, or to hear that they are whole
     PHASE_LATE = "phase_late"  # the time of a phase is up when it begins
     CRIU_HANG = "criu_hang"  # CRIU is stopped when it has begun
     IMAGE_FULL = "image_full"  # no space is left when the coordinator writes to the image

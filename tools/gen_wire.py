@@ -38,6 +38,7 @@ ENUM_PREFIXES = {
     "engine": "ENGINE_",
     "export_notes": "EXPORT_NOTES_",
     "managed_step": "MANAGED_STEP_",
+    "mapback_bytes": "MAPBACK_BYTES_",
     "renewal": "RENEWAL_",
 }
 

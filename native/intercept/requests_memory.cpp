@@ -203,6 +203,7 @@ void on_mapback(Packet& packet, flowgpu_reply& reply) {
     close_handover();
     if (packet.fd_count != 1)
         return fail(reply, FLOWGPU_PROTOCOL, "MAPBACK carries one descriptor");
+    const bool whole = packet.header().count == FLOWGPU_MAPBACK_BYTES_THERE;
     handover = packet.take_fd(0);
     CurrentContext context;
     ManyDescriptors many;
@@ -247,7 +248,8 @@ void on_mapback(Packet& packet, flowgpu_reply& reply) {
     memory.refill_rooms(); // before any program runs on and takes what is free
     close_handover();
     add_totals(reply);
-    finish_rebuild(reply);
+    if (whole) // it reads the memory
+        finish_rebuild(reply);
 }
 
 // Through the program's own contexts: one more would take what is asked about. Behind a closed gate

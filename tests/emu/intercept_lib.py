@@ -311,11 +311,17 @@ def hand_over(task: Connection, ghost: Ghost) -> None:
     assert set(ghost.live) <= set(ghost.rows)
 
 
-def map_back(task: Connection, ghost: Ghost, only: Callable[[int], bool] = bool) -> wire.Reply:
+def map_back(
+    task: Connection,
+    ghost: Ghost,
+    only: Callable[[int], bool] = bool,
+    their_bytes: wire.MapbackBytes = wire.MapbackBytes.THERE,
+) -> wire.Reply:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:
-            task.send(Message.MAPBACK, fds=(theirs.fileno(),))
+            packet = wire.packet(Message.MAPBACK, count=their_bytes)
+            task.send(Message.MAPBACK, packet, fds=(theirs.fileno(),))
         ghost.give_back(ours, only)
         return task.receive(Message.MAPBACK)
 

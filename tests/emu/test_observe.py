@@ -267,8 +267,8 @@ def test_a_terminal_shows_the_step_that_is_waited_for(tmp_path: Path) -> None:
         assert_in_order(drawn, "prepare", "gate", "criu", "commit")
         drawn = on_a_terminal("restore", tmp_path / "image", "--detach")
         # The two sides are restored beside each other.
-        assert_in_order(drawn, "verify", "criu", "mapback")
-        assert_in_order(drawn, "verify", "ghost", "copy", "mapback")
+        assert_in_order(drawn, "verify", "criu", "mapback", "open")
+        assert_in_order(drawn, "verify", "ghost", "copy", "open")
     finally:
         flowgpu("kill", "shown")
         run.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -15,9 +16,10 @@ import pytest
 from coordinator import holding
 from flowgpu import wire
 from flowgpu.launch import GpuKind, choose_driver
-from flowgpu.wire import Engine, GateState, ManagedStep, Message, Status
+from flowgpu.wire import Engine, GateState, ManagedStep, MapbackBytes, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import Connection, Ghost, Program
+from tests.emu.replay_cases_arrays import HELPERS
 from tests.emu.test_driver import nothing_is_left
 from tests.gpu.slots import seeing
 
@@ -183,7 +185,7 @@ def lend(connection: Connection, ghost: Ghost) -> None:
 
 def test_a_task_that_lends_its_memory_goes_on_with_it(tmp_path: Path) -> None:
     with lib.job(tmp_path, replay=True) as (coordinator, program, connection):
-        assert connection.hello.replay == 2
+        assert connection.hello.replay == 3
         program.do(COUNTER)
         program.do(
             """
@@ -542,6 +544,31 @@ thread.start()
         assert task.program.end() == 0
 
 
+def test_what_is_made_of_memory_waits_for_its_bytes(tmp_path: Path) -> None:
+    with task_on("emulated", tmp_path) as task:
+        task.do(f"{HELPERS}\narray = fill(ok(cu.cuArray3DCreate(described(33, 7))), 5)")
+        connection, ghost = task.connection, Ghost()
+        lib.export(connection, ghost)
+        assert connection.gate(60_000, engine=Engine.REPLAY).status == Status.OK
+        connection.ok(Message.HANDOVER)
+        connection.ok(Message.STRIP)
+        files = [(ghost.fds[block], ghost.rows[block].size) for block in ghost.live]
+        kept = [os.pread(fd, size, 0) for fd, size in files]
+        assert any(map(any, kept))
+        for fd, size in files:
+            os.pwrite(fd, bytes(size), 0)
+        connection.ok(Message.REBUILD)
+        reply = lib.map_back(connection, ghost, their_bytes=MapbackBytes.TO_COME)
+        assert (reply.status, reply.blocks) == (Status.OK, len(files))
+        for (fd, _), data in zip(files, kept, strict=True):
+            os.pwrite(fd, data, 0)
+        reply = lib.map_back(connection, ghost, only=lambda block: False)
+        assert (reply.status, reply.blocks) == (Status.OK, len(files))
+        connection.ok(Message.OPEN)
+        ghost.close()
+        assert task.do("holds(array, 5)") is True
+
+
 def test_registered_and_allocated_host_memory_is_registered_again(task: Task) -> None:
     task.do(
         """
@@ -669,7 +696,7 @@ def test_a_process_that_could_not_be_prepared_says_why_and_works(tmp_path: Path)
         assert program.do(TAKE_HANDLES) == "0x1f0000000000"
         program.do("start()")
         connection = coordinator.accept()
-        assert connection.hello.replay == 2
+        assert connection.hello.replay == 3
         reply = Task(program, connection).ask()
         assert (reply.status, reply.detail) == (
             Status.REFUSED,

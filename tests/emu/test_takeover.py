@@ -333,14 +333,14 @@ def test_a_job_is_known_as_dumped_once_its_image_is_whole(jobs: Jobs, tmp_path: 
     again.kill()
 
 
-@pytest.mark.parametrize("engine", ["native", "replay"])
+@pytest.mark.parametrize(("engine", "point"), [("native", "mapback"), ("replay", "open")])
 def test_nothing_is_left_of_a_restore_whose_coordinator_dies_with_the_job_let_go(
-    jobs: Jobs, tmp_path: Path, engine: EngineChoice
+    jobs: Jobs, tmp_path: Path, engine: EngineChoice, point: str
 ) -> None:
     job = jobs.run(["/bin/sh", "-c", ONE], engine=engine)
     wait_for(lambda: "astep 3" in job.lines, "the task")
     job.dump(tmp_path / "image")
-    again = jobs.restore(tmp_path / "image", coordinator_env={"DIE_AT": "mapback"})
+    again = jobs.restore(tmp_path / "image", coordinator_env={"DIE_AT": point})
     wait_for(lambda: again.record.state == "dumped", "the end of the restore")
     assert again.record.root_pid
     wait_for(lambda: not Path(f"/proc/{again.record.root_pid}").exists(), "the end of the task")

@@ -33,6 +33,10 @@ MEMORY = 1 << 30
 mapped: dict[int, tuple[int, int]] = {}  # address -> (fd, size), for driver and mover
 
 
+FIRST_FILLED = os.environ.get("FAKE_FIRST_FILLED", "")
+"""The first fill that ends makes this file. Only then do other GPUs than the first get blocks."""
+
+
 def seconds_of(name: str) -> float:
     """What the environment says that something takes."""
     return float(os.environ.get(name, "0"))
@@ -122,6 +126,8 @@ class FakeDriver:
 
     def create_block(self, ordinal: int, size: int) -> tuple[int, int]:
         time.sleep(seconds_of("FAKE_CREATE_SECONDS"))
+        while ordinal and FIRST_FILLED and not os.path.exists(FIRST_FILLED):
+            time.sleep(0.01)
         handle = os.memfd_create(f"gpu{ordinal}", os.MFD_CLOEXEC)
         os.ftruncate(handle, size)
         return handle, os.dup(handle)
@@ -135,7 +141,8 @@ class FakeDriver:
         mapped[address] = (handle, size)
 
     def allow(self, ordinal: int, address: int, size: int) -> None:
-        pass
+        if "FAKE_UNREACHED" in os.environ and not gpu_at(address).endswith(f"gpu{ordinal}"):
+            raise DriverError("cuMemSetAccess", "CUDA_ERROR_INVALID_DEVICE")
 
     def unmap(self, address: int, size: int) -> None:
         del mapped[address]
@@ -194,6 +201,8 @@ class FakeJob:
                     work = self.fill if self.restore else self.dump
                     work(address + at, offset + at)
                     self.moved += CHUNK
+            if self.restore and FIRST_FILLED:
+                Path(FIRST_FILLED).touch()
         except Exception as error:
             self.error = error
 
@@ -205,6 +214,9 @@ class FakeJob:
             digests.write(chunk_digests(memoryview(data)))
 
     def fill(self, address: int, offset: int) -> None:
+        for path in filter(None, os.environ.get("FAKE_FILL_AFTER", "").split(":")):
+            while not os.path.exists(path) and not self.cancelled.wait(0.01):
+                pass
         with open(self.path, "rb") as file, open(self.digests, "rb") as digests:
             file.seek(offset)
             data = file.read(CHUNK)

@@ -48,11 +48,15 @@ OTHER = os.environ.get("FAKE_TASK_OTHER", "")  # what is of another version: wir
 ENDING = "FAKE_TASK_ENDING" in os.environ
 FILL = os.environ.get("FAKE_TASK_FILL", "")
 REPLAY = os.environ.get("FLOWGPU_REPLAY") == "1"
+# What of the engine replay it says that it can: 3 is a lie as to LEND and KEEP.
+CAN = int(os.environ.get("FAKE_TASK_CAN", "1"))
 UNPREPARED = "the job was started with --engine native"
 # What replay cannot save: asked for it, or at the gate only.
 UNREPLAYED = os.environ.get("FAKE_TASK_UNREPLAYED", "")
 UNREPLAYED_AT_GATE = os.environ.get("FAKE_TASK_UNREPLAYED_AT_GATE", UNREPLAYED)
 REBUILD_NEEDS_OTHERS = "FAKE_TASK_REBUILD_NEEDS_OTHERS" in os.environ
+# Where it says that it has its blocks again, before their bytes are there.
+MAPPED = os.environ.get("FAKE_TASK_MAPPED", "")
 NAMESAKE = "FAKE_TASK_NAMESAKE" in os.environ  # another thread has the service's name
 # MESSAGE:STATUS:TIMES: what is asked fails so often.
 FAIL = os.environ.get("FAKE_TASK_FAIL", "::0").split(":")
@@ -181,6 +185,7 @@ class Service(threading.Thread):
         self.handover: socket.socket | None = None
         self.sent: set[int] = set()
         self.away: set[int] = set()  # ids of blocks that were let go of
+        self.to_come = False  # the bytes of those that it has again
         self.detached = False
         self.busy_left = BUSY_FIRST
         self.fails_left = int(FAIL[2])
@@ -211,7 +216,7 @@ class Service(threading.Thread):
         os.write(page, self.control_page().ljust(mmap.PAGESIZE, b"\0"))
         fds = [page, live_set()] if LIVE else [page]
         resumed = int(self.detached or bool(self.away) or not self.device.cuda)
-        hello = wire.Hello(os.getpid(), 13000, resumed, GPUS, REPLAY, 0, os.getpid()).pack()
+        hello = wire.Hello(os.getpid(), 13000, resumed, GPUS, CAN * REPLAY, 0, os.getpid()).pack()
         if OTHER == "wire":
             hello = hello[:4] + struct.pack("=H", wire.VERSION + 1) + hello[6:]
         try:
@@ -392,8 +397,9 @@ class Service(threading.Thread):
         return self.answer(kind)
 
     def on_mapback(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        self.to_come = wire.split(self.packet)[1] == wire.MapbackBytes.TO_COME
         with socket.socket(fileno=fds[0]) as channel:
-            if not self.device.cuda:
+            if not self.device.cuda or (self.to_come and CAN < 3):
                 return self.answer(kind, status=wire.Status.PROTOCOL)
             while True:
                 data, received, _, _ = socket.recv_fds(channel, 1 << 16, wire.ROWS_PER_MESSAGE)
@@ -411,10 +417,12 @@ class Service(threading.Thread):
                         return self.answer(kind, status=wire.Status.DRIVER)
         if ENDING:
             self.device.blocks.clear()
+        if self.to_come and MAPPED:
+            Path(MAPPED, str(os.getpid())).touch()
         return self.answer(kind, len(self.device.blocks))
 
     def on_open(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
-        if self.away or not self.device.cuda:
+        if self.away or self.to_come or not self.device.cuda:
             return self.answer(kind, status=wire.Status.PROTOCOL)
         if ENDING:
             threading.Timer(0.1, os._exit, (6,)).start()

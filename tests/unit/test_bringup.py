@@ -18,10 +18,10 @@ from coordinator import reach, tasks
 from coordinator.bringup import BringUp
 from coordinator.session import Session
 from coordinator.task_state import TaskState
-from coordinator.tasks import TaskError
+from coordinator.tasks import CAN_MAP_EARLY, TaskError
 from flowgpu import wire
 from flowgpu.host.proctree import is_stopped, send
-from flowgpu.wire import Message, Status
+from flowgpu.wire import MapbackBytes, Message, Status
 from tests.patience import SECONDS
 from tests.unit.coordinator_job import wait_for
 
@@ -36,6 +36,8 @@ class FakeTask:
         self.pid, self.hello = pid, SimpleNamespace(resumed=resumed)
         self.asked, self.again, self.there = asked, False, True
         self.fails: list[Status | None] = []
+        self.got: list[tuple[MapbackBytes, int]] = []
+        """What each MAPBACK said of the bytes, and how many blocks it brought."""
         self.page = SimpleNamespace(managed_bytes=0)
         self.nccl = None
 
@@ -43,12 +45,20 @@ class FakeTask:
         return self.there
 
     def request(
-        self, kind: Message, deadline: float, fds: Sequence[int] = (), **_: Any
+        self,
+        kind: Message,
+        deadline: float,
+        packet: bytes | None = None,
+        fds: Sequence[int] = (),
+        **_: Any,
     ) -> wire.Reply:
         self.asked.append((self.pid, kind))
         for fd in fds:
+            count = 0
             with socket.socket(fileno=os.dup(fd)) as blocks:
-                assert wire.split(blocks.recv(1 << 16))[0] is Message.END  # it has none
+                while (found := wire.split(blocks.recv(1 << 16)))[0] is not Message.END:
+                    count += found[1]
+            self.got.append((MapbackBytes(wire.split(packet or b"")[1]), count))
         if self.fails:
             status = self.fails.pop(0)
             self.there = status is not None
@@ -134,6 +144,27 @@ def test_a_second_try_asks_only_those_that_have_not_got_it(bring: Any, asked: An
     back.expect([FIRST, SECOND], TaskState.AWAY)
     back.map_back()
     assert sorted(asked) == sorted([(FIRST, Message.MAPBACK), *2 * [(SECOND, Message.MAPBACK)]])
+
+
+def test_what_is_mapped_early_needs_no_blocks_when_the_bytes_are_there(
+    bring: Any, asked: Any
+) -> None:
+    first, second = FakeTask(FIRST, asked), FakeTask(SECOND, asked)
+    first.hello.replay, second.hello.replay = CAN_MAP_EARLY, CAN_MAP_EARLY - 1
+    back = bring(Channel(), first, second)
+    for pid in (FIRST, SECOND):
+        ours, theirs = os.pipe()
+        os.close(theirs)
+        back._session.table.add(pid, [wire.Block(7, 1 << 21, 1 << 21, 0, 0, 0, 0)], [ours])
+    back.expect([FIRST, SECOND], TaskState.AWAY)
+    back.map_early()
+    assert (first.got, second.got) == ([(MapbackBytes.TO_COME, 1)], [])
+    back.map_back()
+    assert first.got[1:] == [(MapbackBytes.THERE, 0)]
+    assert second.got == [(MapbackBytes.THERE, 1)]
+    back.open()
+    assert back.having(*TaskState) == back.having(TaskState.CONNECTED)
+    back._session.table.close()
 
 
 def test_without_time_for_it_an_answer_that_says_no_is_not_asked_again(

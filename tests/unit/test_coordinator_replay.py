@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.process import alive
 from flowgpu.errors import (
     CheckpointFailed,
     CheckpointTimeout,
@@ -23,11 +24,11 @@ from flowgpu.errors import (
     RestoreFailed,
     Unsupported,
 )
-from flowgpu.image import inspect
+from flowgpu.image import inspect, layout
 from flowgpu.image.reader import Image
 from flowgpu.image.store import Store
 from flowgpu.wire import Fault
-from tests.unit.coordinator_job import SECONDS, Jobs, Running
+from tests.unit.coordinator_job import SECONDS, Jobs, Running, wait_for
 from tests.unit.test_coordinator_checkpoint import goes_on_as_before, is_counting
 from tests.unit.test_coordinator_rollback import Two
 
@@ -66,7 +67,8 @@ def test_a_job_comes_back_without_the_drivers_checkpoints(jobs: Jobs, tmp_path: 
     again = restores(jobs, tmp_path / "image", ghost_env=OLD)
     assert goes_on(again, tmp_path / "image"), again.log
     report = again.ask("wait-restored")
-    assert {"verify", "ghost", "criu", "copy", "engine", "mapback"} == set(report["phases"])
+    steps = {"verify", "ghost", "criu", "copy", "engine", "mapback", "open"}
+    assert set(report["phases"]) == steps
     # What was restored is prepared as it was.
     assert again.dump(tmp_path / "second")["engine"] == "replay"
     again = restores(jobs, tmp_path / "second", ghost_env=OLD)
@@ -81,6 +83,60 @@ def test_cuda_is_put_back_beside_the_making_of_blocks(jobs: Jobs, tmp_path: Path
     told = json.loads(again.directory.timeline.read_text())["timeline"]["spans"]
     spans = {name: (began, ended) for _, name, began, ended, *_ in told}
     assert spans["engine"][0] < spans["engine"][1] < spans["make memory"][1]
+
+
+def dumped_two(jobs: Jobs, tmp_path: Path) -> tuple[list[str], dict[str, str]]:
+    """What two tasks have said before they were dumped to `image`; and the environment of a ghost
+    that copies nothing until both have mapped their memory."""
+    mapped = tmp_path / "mapped"
+    mapped.mkdir()
+    environment = {"FAKE_TASK_CAN": "3", "FAKE_TASK_MAPPED": str(mapped)}
+    two = Two(jobs, environment, engine="replay", task_env=environment)
+    two.job.dump(tmp_path / "image")
+    assert two.job.end() == 75
+    pids = [task.pid for task in Image(tmp_path / "image").manifest.tasks]
+    assert len(pids) == 2
+    return two.job.lines, {"FAKE_FILL_AFTER": ":".join(f"{mapped}/{pid}" for pid in pids)}
+
+
+def test_tasks_map_their_memory_before_the_copy_into_it_ends(jobs: Jobs, tmp_path: Path) -> None:
+    before, after_both = dumped_two(jobs, tmp_path)
+    again = jobs.restore(tmp_path / "image", ghost_env=after_both)
+    assert again.ask("wait-restored")["phases"].keys() >= {"mapback", "copy", "open"}
+    for name in "ab":
+        steps = [line[1:] for line in before if line.startswith(name)]
+        wait_for(lambda: len(again.lines) > 20, "more steps")
+        steps += [line[1:] for line in again.lines if line.startswith(name)]
+        assert is_counting(steps), again.log
+
+
+def test_damage_that_is_found_when_tasks_have_mapped_leaves_nothing(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    _, after_both = dumped_two(jobs, tmp_path)
+    data = tmp_path / "image" / layout.gpu_data(0)
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    again = jobs.restore(tmp_path / "image", ghost_env=after_both)
+    with pytest.raises(ImageDamaged, match=rf"a chunk of {data.name} is damaged"):
+        again.ask("wait-restored")
+    again.process.wait(SECONDS)
+    assert again.lines == []
+    assert not any(map(alive, Image(tmp_path / "image").manifest.pids))
+    # Nothing of it is in the way of another restore.
+    data.write_bytes(whole)
+    again = jobs.restore(tmp_path / "image", ghost_env=after_both)
+    again.ask("wait-restored")
+    again.wait_steps(5)
+
+
+def test_a_task_that_maps_no_memory_early_gets_it_with_its_bytes(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    job = jobs.task(3, engine="replay", task_env={"FAKE_TASK_CAN": "2"})
+    job.dump(tmp_path / "image")
+    again = restores(jobs, tmp_path / "image", ghost_env={"FAKE_COPY_SECONDS": "0.2"})
+    assert goes_on(again, tmp_path / "image"), again.log
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,28 @@ def test_what_is_lost_between_gpus_is_read_from_the_image(jobs: Jobs, store: Sto
     again.kill()
 
 
+@pytest.mark.parametrize(
+    ("environment", "passed"), [({}, True), ({"FAKE_UNREACHED": "1"}, False)], ids=["", "apart"]
+)
+def test_a_gpu_is_filled_while_others_still_get_their_blocks(
+    jobs: Jobs, store: Store, environment: dict[str, str], passed: bool
+) -> None:
+    gpus = {"FAKE_GPUS": "2"}
+    job = jobs.task(4, task_env={**gpus, "FAKE_TASK_FILL": "same"}, ghost_env=gpus)
+    stored = add(job, store)["gpu_bytes_stored"]
+    job.kill()
+    image, filled = store.path / store.names()[0], store.path.parent / "filled"
+    environment = {**gpus, "FAKE_FIRST_FILLED": str(filled), **environment}
+    again = jobs.restore(image, ghost_env=environment)
+    report = again.ask("wait-restored")
+    again.wait_steps()
+    assert add(again, store)["gpu_bytes_stored"] == 1  # all but the count is as it was
+    again.kill()
+    read = report["gpu_bytes_read"] // CHUNK_BYTES
+    assert (read == stored, report["gpu_bytes_passed"] > 0) == (passed, passed)
+    assert ("each GPU reads for itself" in again.log) is not passed
+
+
 def test_a_ghost_in_the_place_of_the_job_shares_as_well(jobs: Jobs, store: Store) -> None:
     job = jobs.task(2, task_env={**OWN, "FAKE_TASK_FREE": str(4 << 20)})
     results = [add(job, store) for _ in range(3)]

@@ -69,7 +69,7 @@ class Kernels:
     def scan(self, addresses: U64) -> tuple[U8, Bools]:
         """Digests of what `passing` brings, but for chunks that are lost."""
         self.calls.append("scan")
-        found = digests(2)[4 + (addresses // CHUNK - 1) % 2].copy()
+        found = digests(2)[4 + addresses // CHUNK - 1].copy()
         found[self.lost] ^= 9
         return found, np.zeros(len(found), np.bool_)
 
@@ -85,22 +85,34 @@ class Kernels:
 
 
 def passing(count: int) -> Passed:
-    """So many chunks of extent 2, in slots 4, 5, 4, 5, ..."""
+    """So many chunks of extent 2, from slot 4 on."""
     rows = np.arange(count, dtype=np.uint64)
     at = (rows + 1) * CHUNK
-    return Passed(at + (1 << 40), at, np.full(count, 2, np.uint16), 4 + rows % 2)
+    return Passed(at + (1 << 40), at, np.full(count, 2, np.uint16), 4 + rows)
 
 
 def digests(extent: int) -> U8:
     """Digests of all slots, which are the slots' own numbers."""
     assert extent == 2
-    return np.arange(8, dtype=np.uint8)[:, None] + np.zeros((1, 16), np.uint8)
+    return np.arange(16, dtype=np.uint8)[:, None] + np.zeros((1, 16), np.uint8)
 
 
 def fill(
-    plan: FillPlan, reads: Reads, kernels: Kernels, meeting: Meeting | None = None, *, poison: bool
+    plan: FillPlan,
+    reads: Reads,
+    kernels: Kernels | None,
+    meeting: Meeting | None = None,
+    *,
+    poison: bool,
 ) -> FillJob:
-    return FillJob(plan, reads, kernels, poison, meeting or Meeting(1), digests)
+    return FillJob(plan, reads, kernels, poison, meeting or met(1), digests)
+
+
+def met(fills: int) -> Meeting:
+    """The meeting of so many fills, on GPUs that reach each other."""
+    meeting = Meeting(fills)
+    meeting.tell(can_reach=True)
+    return meeting
 
 
 def plan(sizes: list[int]) -> FillPlan:
@@ -180,7 +192,7 @@ def test_nothing_to_read_is_done_at_once() -> None:
     assert kernels.calls == ["copy", "fill 0"]
 
 
-def test_what_other_gpus_read_is_taken_once_all_have_read() -> None:
+def test_what_other_gpus_read_is_taken_once_all_have_read_and_are_reached() -> None:
     meeting = Meeting(2)
     first, second = (Reads(), Kernels()), (Reads(), Kernels())
     takes = plan([3])
@@ -193,6 +205,10 @@ def test_what_other_gpus_read_is_taken_once_all_have_read() -> None:
     assert first[1].calls == []
     second[0].jobs[0].ended.set()
     assert gives.wait("done", 10.0) == 5 * CHUNK
+    with pytest.raises(TimeoutError):
+        job.wait("done", 0.05)
+    assert first[1].calls == []
+    meeting.tell(can_reach=True)
     assert job.wait("done", 10.0) == 3 * CHUNK
     assert first[1].calls == ["copy", "scan", "copy", "fill 0"]
     job.close()
@@ -228,12 +244,33 @@ def test_what_is_lost_between_gpus_is_read_from_the_image() -> None:
     job = fill(takes, reads, kernels, poison=False)
     while 2 not in reads.jobs:
         assert not job._done.is_set()
-    # Slot 4 at the first chunk; slot 5 at the second, and copied to the fourth.
     reads.jobs[2].ended.set()
     job.wait("done", 10.0)
-    assert reads.jobs[2].segments == [[CHUNK, 2 * CHUNK, 4 * CHUNK]]
-    assert kernels.copied[1] == ([2 * CHUNK], [4 * CHUNK])
-    assert kernels.calls == ["copy", "scan", "copy", "copy", "fill 0"]
+    lost = [[CHUNK, 2 * CHUNK, 4 * CHUNK], [4 * CHUNK, CHUNK, 7 * CHUNK]]
+    assert reads.jobs[2].segments == lost
+    assert kernels.calls == ["copy", "scan", "copy", "fill 0"]
     assert job.passed_bytes == 5 * CHUNK
     job.close()
     assert reads.closed == [2]
+
+
+@pytest.mark.parametrize("with_kernels", [True, False])
+def test_who_does_not_reach_others_reads_for_itself(with_kernels: bool) -> None:
+    meeting = Meeting(2)  # it does not wait for the other one either
+    reads, kernels = Reads(), Kernels() if with_kernels else None
+    job = fill(
+        dataclasses.replace(plan([3]), passed=passing(5)), reads, kernels, meeting, poison=False
+    )
+    if with_kernels:
+        meeting.tell(can_reach=False)
+    for extent in (0, 2):
+        while extent not in reads.jobs:
+            assert not job._done.is_set()
+        reads.jobs[extent].ended.set()
+    assert job.wait("done", 10.0) == 8 * CHUNK
+    assert job.progress() == (8 * CHUNK, 8 * CHUNK)
+    assert reads.jobs[2].segments == [[CHUNK, 5 * CHUNK, 4 * CHUNK]]
+    assert job.passed_bytes == 0
+    if kernels:
+        assert kernels.calls == ["copy", "fill 0"]
+    job.close()

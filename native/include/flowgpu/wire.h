@@ -53,7 +53,8 @@ enum flowgpu_message {
     // Answers, closes every socket but its line's, then waits for a call. A task that was never
     // called connects again until the coordinator accepts.
     FLOWGPU_DETACH = 19,
-    // fd: a handover channel. Receives every block and FLOWGPU_END, maps each at its address.
+    // fd: a handover channel. Receives every block and FLOWGPU_END, maps each at its address. The
+    // count is a flowgpu_mapback_bytes.
     FLOWGPU_MAPBACK = 20,
     // Open the gate.
     FLOWGPU_OPEN = 21,
@@ -144,6 +145,13 @@ enum flowgpu_export_notes {
     FLOWGPU_EXPORT_NOTES_GO_ON = 2, // once more for the same checkpoint
 };
 
+// MAPBACK says with it if the blocks have their bytes. What is made of these waits for another
+// MAPBACK, of no blocks where none are missing.
+enum flowgpu_mapback_bytes {
+    FLOWGPU_MAPBACK_BYTES_THERE = 0,
+    FLOWGPU_MAPBACK_BYTES_TO_COME = 1,
+};
+
 // Managed memory is exchanged for ordinary memory of the task at the same address, and back. With
 // the steps that are HELD the coordinator holds all threads of the task whose names do not begin
 // with "flowgpu" (native/intercept/managed.h). A step that has failed may be asked again from
@@ -202,8 +210,8 @@ struct flowgpu_hello {
     // but has all that it had, and needs OPEN alone; else 0.
     uint32_t resumed;
     uint32_t device_count;
-    // Not 0: the job was started for the engine replay; ASK says whether it can. 2: with LEND and
-    // KEEP, 1: a task without them.
+    // Not 0: the job was started for the engine replay; ASK says whether it can. 3: with
+    // FLOWGPU_MAPBACK_BYTES_TO_COME. 2: without it, but with LEND and KEEP. 1: without these too.
     uint32_t replay;
     uint32_t reserved0;
     // By which others know this task as the owner of blocks: 128 random bits, the same for its
