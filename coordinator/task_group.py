@@ -40,7 +40,7 @@ from coordinator.sampler import Sampler
 from coordinator.session import Imports, Shared
 from coordinator.sharing import owner_of
 from coordinator.task_state import BEHIND_GATE, Step, TaskState
-from coordinator.tasks import Task, TaskError, has_ended, is_end
+from coordinator.tasks import IS_CURRENT, Task, TaskError, has_ended, is_end
 from flowgpu import nccl, wire
 from flowgpu.errors import OtherVersion, SharedOutside, Unreachable, Unsupported
 from flowgpu.host.proctree import ids, tree_pids
@@ -259,9 +259,9 @@ class TaskGroup(BringUp):
             if not plan.late:
                 shared.settle(imports)
             self._drop_blocks(shared.table.keep_live(task.pid, live))
-            if not plan.lends:
+            if not plan.keeps_cuda:
                 shared.job.custody.put(task.pid, shared.table.of(task.pid))
-            self.note(task.pid, plan.taking)
+            self.note(task.pid, self._taking(task))
 
         handover = Handover(task.pid, ours, shared.table, forward, confirm)
         self._handovers[task.pid] = handover
@@ -497,7 +497,8 @@ class TaskGroup(BringUp):
 
     def _hand_over(self, task: Task) -> None:
         handover = self._handovers[task.pid]
-        message = wire.Message.LEND if self._shared.plan.lends else wire.Message.HANDOVER
+        lends = self._taking(task) is Step.LEND
+        message = wire.Message.LEND if lends else wire.Message.HANDOVER
         try:
             reply = task.request(message, self._shared.deadline)
         except TaskError as error:
@@ -506,6 +507,11 @@ class TaskGroup(BringUp):
         self.replies[task.pid] = reply
         handover.wait_end(self._shared.deadline)
         faults.check(Fault.HANDOVER)
+
+    def _taking(self, task: Task) -> Step:
+        """What HANDOVER does with a task."""
+        is_current = task.hello.replay >= IS_CURRENT
+        return self._shared.plan.taking if is_current else Step.HAND_OVER
 
     def host_memory(self) -> dict[int, list[tuple[int, int]]]:
         """What devices may have written of each task's own memory, by process id."""
@@ -574,7 +580,7 @@ class TaskGroup(BringUp):
         self._each("strip", lambda task: holding.to_host(task, self._shared.deadline))
 
     def _strip(self, task: Task) -> None:
-        if self._state(task.pid) is TaskState.LENT:
+        if self._shared.plan.keeps_cuda:
             self._ask_listed(task, wire.Message.KEEP)
         else:
             # Noted first: a task that has stripped nothing rebuilds nothing.

@@ -1,11 +1,12 @@
 """What a checkpoint has of one task, as data: ``next`` says what each step makes of it.
 
     CONNECTED - EXPORTED - GATED - AWAY - STRIPPED
-                             \\- LENT
+                             \\- LENT -/
 
-The way out goes to the right, and the way back to the left. An answer may be lost. So a step that
-takes something from a task counts from when it may have begun. A step that gives it back counts
-when it has succeeded. Nothing here asks the tasks: task_group.py does.
+The way out goes to the right, and the way back to the left. From STRIPPED it leads by AWAY, also
+where the memory was only lent: it has ended with CUDA. An answer may be lost. So a step that takes
+something from a task counts from when it may have begun. A step that gives it back counts when it
+has succeeded. Nothing here asks the tasks: task_group.py does.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _NEXT = {
     (TaskState.GATED, Step.HAND_OVER): TaskState.AWAY,
     (TaskState.GATED, Step.LEND): TaskState.LENT,
     (TaskState.AWAY, Step.STRIP): TaskState.STRIPPED,
+    (TaskState.LENT, Step.STRIP): TaskState.STRIPPED,
     (TaskState.STRIPPED, Step.REBUILD): TaskState.AWAY,
     (TaskState.AWAY, Step.MAP_BACK): TaskState.GATED,
     (TaskState.GATED, Step.OPEN): TaskState.CONNECTED,

@@ -41,7 +41,7 @@ CLOSED_SECONDS = 2.0  # a child that the task has made without the C library may
 PACKET_BYTES = 1 << 16
 # HELLO has these values in its fields `resumed` and `replay` (wire.h).
 NEEDS_OPEN = 2
-CAN_LEND = 2
+IS_CURRENT = 3  # less: a task of an older library, which loses its memory by HANDOVER alone
 DYING_SECONDS = 1.0
 """A task that ends closes its connection so long before it is gone, at most."""
 DRAINING_AT = 72

@@ -143,8 +143,7 @@ bool waiting() {
 
 // Gives HELLO's field `resumed` (wire.h).
 uint32_t resumed() {
-    if (replay::become_copy())
-        task().memory.lose_all(); // before REBUILD closes its descriptors as the driver's
+    replay::become_copy();
     return waiting() ? replay::keeps() ? 2 : 1 : 0;
 }
 
@@ -153,7 +152,7 @@ bool greet() {
     hello.header = make_header(FLOWGPU_HELLO, sizeof hello);
     hello.pid = static_cast<uint32_t>(getpid());
     hello.resumed = resumed();
-    hello.replay = replay::asked_for() ? 2 : 0; // whether it could be prepared is for ASK to say
+    hello.replay = replay::asked_for() ? 3 : 0; // whether it could be prepared is for ASK to say
     const Token token = ipc::token();
     hello.token_low = token.low;
     hello.token_high = token.high;

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from coordinator import holding
+from coordinator.tasks import IS_CURRENT
 from flowgpu import wire
 from flowgpu.launch import GpuKind, choose_driver
 from flowgpu.wire import Engine, GateState, ManagedStep, Message, Status
@@ -36,7 +37,7 @@ class Task:
         packet = wire.Ask(Engine.REPLAY).pack()
         return self.connection.ask(Message.ASK, packet)
 
-    def checkpoint(self, *visible: str) -> list[str]:
+    def checkpoint(self, *visible: str, taking: Message = Message.LEND) -> list[str]:
         """Everything but the dump itself: the program's memory goes to a ghost and comes back.
 
         `visible`: the devices that it is told to see, by each REBUILD. Gives what they answer; the
@@ -47,7 +48,7 @@ class Task:
         try:
             lib.export(self.connection, ghost)
             assert self.connection.gate(60_000, engine=Engine.REPLAY).status == Status.OK
-            self.connection.ok(Message.HANDOVER)
+            self.connection.ok(taking)
             self._exchange(ManagedStep.LEAVE, ManagedStep.LEAVE_HELD)
             stripped = self.connection.ok(Message.STRIP)
             failed = [self.connection.ask(Message.REBUILD, one).detail for one in packets[:-1]]
@@ -173,6 +174,67 @@ del COUNTER
         assert task.do("int(ok(cu.cuFuncGetModule(kernel))) == int(module)")
 
 
+BLOCKS = """
+import os
+large = int(ok(cu.cuMemAlloc(6 << 20)))
+small = int(ok(cu.cuMemAlloc(1000)))
+prop = cu.CUmemAllocationProp()
+prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+handle = ok(cu.cuMemCreate(2 << 20, prop, 0))
+own = int(ok(cu.cuMemAddressReserve(2 << 20, 0, 0, 0)))
+ok(cu.cuMemMap(own, 2 << 20, 0, handle, 0))
+access = cu.CUmemAccessDesc()
+access.location = prop.location
+access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+ok(cu.cuMemSetAccess(own, 2 << 20, [access], 1))
+for value, address in enumerate((large, small, own)):
+    ok(cu.cuMemsetD8(address, 7 + value, 1000))
+def bytes_there():
+    found = bytearray(1000)
+    said = []
+    for address in (large, small, own):
+        ok(cu.cuMemcpyDtoH(found, address, 1000))
+        said.append([set(found).pop(), len(set(found))])
+    return said
+"""
+
+
+@pytest.mark.parametrize("taking", [Message.LEND, Message.HANDOVER])
+def test_memory_goes_with_cuda_or_before_it(task: Task, taking: Message) -> None:
+    task.do(BLOCKS)
+    counts = []
+    for _ in range(3):
+        task.checkpoint(taking=taking)
+        assert task.do("bytes_there()") == [[7, 1], [8, 1], [9, 1]]
+        counts.append(task.do("len(os.listdir('/proc/self/fd'))"))
+    # The second and the third time each block has a descriptor, which goes with it.
+    assert counts[1] == counts[2]
+
+
+def test_a_task_that_has_lent_its_memory_and_was_not_stripped_needs_nothing_back(
+    task: Task,
+) -> None:
+    task.do(BLOCKS)
+    ghost = Ghost()
+    try:
+        lib.export(task.connection, ghost)
+        assert task.connection.gate(60_000, engine=Engine.REPLAY).status == Status.OK
+        # Nobody else has confirmed that he has the memory.
+        assert task.connection.ask(Message.STRIP).status == Status.PROTOCOL
+        task.connection.ok(Message.LEND)
+        task.connection.ok(Message.REBUILD)
+        assert lib.map_back(task.connection, ghost).status == Status.OK
+        # From here on the memory is its own again.
+        assert task.connection.ask(Message.STRIP).status == Status.PROTOCOL
+        task.connection.ok(Message.OPEN)
+    finally:
+        ghost.close()
+    assert task.do("bytes_there()") == [[7, 1], [8, 1], [9, 1]]
+    task.checkpoint()
+    assert task.do("bytes_there()") == [[7, 1], [8, 1], [9, 1]]
+
+
 def lend(connection: Connection, ghost: Ghost) -> None:
     """Up to the dump of a task that keeps what it has."""
     lib.export(connection, ghost)
@@ -183,7 +245,7 @@ def lend(connection: Connection, ghost: Ghost) -> None:
 
 def test_a_task_that_lends_its_memory_goes_on_with_it(tmp_path: Path) -> None:
     with lib.job(tmp_path, replay=True) as (coordinator, program, connection):
-        assert connection.hello.replay == 2
+        assert connection.hello.replay == IS_CURRENT
         program.do(COUNTER)
         program.do(
             """
@@ -526,7 +588,7 @@ thread.start()
         task.do("threading.Timer(0.2, go.set).start()")
         time.sleep(0.5)
         assert task.program.process.poll() is None
-        task.connection.ok(Message.HANDOVER)
+        task.connection.ok(Message.LEND)
         task.connection.ok(Message.STRIP)
         task.connection.ok(Message.REBUILD)
         assert lib.map_back(task.connection, ghost).status == Status.OK
@@ -669,7 +731,7 @@ def test_a_process_that_could_not_be_prepared_says_why_and_works(tmp_path: Path)
         assert program.do(TAKE_HANDLES) == "0x1f0000000000"
         program.do("start()")
         connection = coordinator.accept()
-        assert connection.hello.replay == 2
+        assert connection.hello.replay == IS_CURRENT
         reply = Task(program, connection).ask()
         assert (reply.status, reply.detail) == (
             Status.REFUSED,
