@@ -31,6 +31,7 @@ from coordinator.communicators import (
     refuse_uncounted,
 )
 from coordinator.cut import Cut
+from coordinator.device_files import DeviceFiles
 from coordinator.holding import Holder
 from coordinator.listing import listed
 from coordinator.phases import UNDO_SECONDS
@@ -105,6 +106,8 @@ class TaskGroup(BringUp):
         """Answers to HANDOVER or LEND, by pid."""
         self._handovers: dict[int, Handover] = {}
         self._holders: dict[int, Holder] = {}  # of those that have managed memory
+        emulated = shared.job.gpu == "emulated"
+        self.device_files = DeviceFiles(emulated, shared.timeline)
         self._joined: set[int] = set()
         """Tasks that noted nothing while pages were copied: they were none yet."""
         self.settled = False
@@ -573,7 +576,10 @@ class TaskGroup(BringUp):
 
     def strip(self) -> None:
         """Let every task end CUDA in itself, or keep what a copy of it needs that has no CUDA."""
-        self._each("strip", self._strip)
+        try:
+            self._each("strip", self._strip)
+        finally:
+            self.device_files.let_go()
 
     def managed_to_host(self) -> None:
         """Have every task's managed memory in the host's, though CUDA stays."""
@@ -586,6 +592,7 @@ class TaskGroup(BringUp):
             # Noted first: a task that has stripped nothing rebuilds nothing.
             self.note(task.pid, Step.STRIP)
             holding.leave(task, self._shared.deadline, self._holders.get(task.pid))
+            self.device_files.hold(task.pid)
             self._ask_listed(task, wire.Message.STRIP)
         faults.check(Fault.STRIP)
 
@@ -625,6 +632,7 @@ class TaskGroup(BringUp):
     def close(self) -> None:
         """Let go of what the tasks and this side hold for the checkpoint."""
         self.sampler.close()
+        self.device_files.wait_freed()
         for handover in self._handovers.values():
             handover.close()
         for holder in self._holders.values():

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from coordinator import holding
+from coordinator.device_files import DeviceFiles
 from coordinator.tasks import IS_CURRENT
 from flowgpu import wire
 from flowgpu.launch import GpuKind, choose_driver
+from flowgpu.timeline import Recorder
 from flowgpu.wire import Engine, GateState, ManagedStep, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import Connection, Ghost, Program
@@ -233,6 +235,37 @@ def test_a_task_that_has_lent_its_memory_and_was_not_stripped_needs_nothing_back
     assert task.do("bytes_there()") == [[7, 1], [8, 1], [9, 1]]
     task.checkpoint()
     assert task.do("bytes_there()") == [[7, 1], [8, 1], [9, 1]]
+
+
+def test_what_a_task_had_is_freed_when_its_device_files_are_closed_elsewhere(
+    tmp_path: Path,
+) -> None:
+    free = "int(ok(cu.cuMemGetInfo())[0])"
+    with (
+        lib.job(tmp_path, replay=True) as (_, program, connection),
+        Program(lib.bare_environment(tmp_path)) as other,
+    ):
+        other.do("start()")
+        program.do(BLOCKS)
+        before, ghost = other.do(free), Ghost()
+        files = DeviceFiles(True, Recorder())
+        try:
+            lib.export(connection, ghost)
+            assert connection.gate(60_000, engine=Engine.REPLAY).status == Status.OK
+            connection.ok(Message.LEND)
+            files.hold(program.process.pid)
+            connection.ok(Message.STRIP)
+            assert other.do(free) == before
+            files.let_go()
+            files.wait_freed()
+            # The device looks for itself after whom it has lost.
+            lib.wait_until(lambda: other.do(free) > before, "the end of a context")
+            connection.ok(Message.REBUILD)
+            assert lib.map_back(connection, ghost).status == Status.OK
+            connection.ok(Message.OPEN)
+        finally:
+            ghost.close()
+        assert program.do("bytes_there()") == [[7, 1], [8, 1], [9, 1]]
 
 
 def lend(connection: Connection, ghost: Ghost) -> None:
