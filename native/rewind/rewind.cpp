@@ -103,8 +103,8 @@ void unmap_driver(const Range* keep, size_t count) {
     });
 }
 
-// Frees the driver's blocks while it is there, beside the closing of descriptors, which takes as
-// long: some 50 and some 60 ms of a PyTorch process (H100, 2026-11-25).
+// Frees the driver's blocks while it is there, beside the closing of descriptors. Where nobody else
+// has those, it takes as long: some 50 and some 60 ms of a PyTorch process (H100, 2026-11-25).
 class Freeing {
   public:
     // This thread inherits the signal mask of our thread that begins it: it takes none of the

@@ -47,7 +47,7 @@ LIVE = "FAKE_TASK_LIVE" in os.environ
 OTHER = os.environ.get("FAKE_TASK_OTHER", "")  # what is of another version: wire, page, live
 ENDING = "FAKE_TASK_ENDING" in os.environ
 FILL = os.environ.get("FAKE_TASK_FILL", "")
-REPLAY = os.environ.get("FLOWGPU_REPLAY") == "1"
+REPLAY = os.environ.get("FLOWGPU_REPLAY") == "1"  # so HELLO says 1: that of an older library
 UNPREPARED = "the job was started with --engine native"
 # What replay cannot save: asked for it, or at the gate only.
 UNREPLAYED = os.environ.get("FAKE_TASK_UNREPLAYED", "")
