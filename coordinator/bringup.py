@@ -21,7 +21,7 @@ from coordinator.reach import let_run
 from coordinator.session import Session
 from coordinator.task_state import BEHIND_GATE, WAY_BACK, Step, TaskState
 from coordinator.task_state import next as next_state
-from coordinator.tasks import CAN_MAP_EARLY, Task, TaskError, is_cut, unless_ended
+from coordinator.tasks import IS_CURRENT, Task, TaskError, is_cut, unless_ended
 from flowgpu import wire
 from flowgpu.timeline import of_task
 from flowgpu.wire import Fault
@@ -86,7 +86,7 @@ class BringUp:
         """
         to_come = wire.MapbackBytes.TO_COME
         give = partial(self._give_blocks, their_bytes=to_come)
-        self._bring(Step.MAP, give, lambda task: task.hello.replay >= CAN_MAP_EARLY)
+        self._bring(Step.MAP, give, lambda task: task.hello.replay >= IS_CURRENT)
 
     def map_back(self) -> None:
         """Give the tasks that may have let go of their memory all of it back."""

@@ -254,15 +254,15 @@ class Checkpoint(Pause):
             why = self._why_taken = control_state.why_taken(
                 self._cpu.criu, self._group, self._of_service
             )
-            can_lend = not why and bool(self._group.tasks)
-            self._shared.plan = dataclasses.replace(self._plan, can_lend=can_lend)
+            can_keep = not why and bool(self._group.tasks)
+            self._shared.plan = dataclasses.replace(self._plan, can_keep=can_keep)
             if why:
                 self._refuse_cow(why)
 
     def _capture(self) -> None:
         self._cpu.pages.compare(self._group.host_memory())
         self._cpu.dump()
-        if self._plan.lends:
+        if self._plan.keeps_cuda:
             # What of the tasks does not use the GPU need not wait for the copy.
             self._cpu.resume()
         faults.check(Fault.COPY_WAIT)

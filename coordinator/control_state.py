@@ -26,7 +26,7 @@ from coordinator.process import service_threads
 from coordinator.session import Session, least_free
 from coordinator.task_group import TaskGroup
 from coordinator.task_state import Step, TaskState
-from coordinator.tasks import CAN_LEND, Task
+from coordinator.tasks import IS_CURRENT, Task
 from flowgpu import wire
 from flowgpu.errors import (
     CheckpointSpoilt,
@@ -71,9 +71,9 @@ class ControlState(Protocol):
         """Refuse by name what `strip` would fail at, with the tasks still running."""
 
     def strip(self, group: TaskGroup) -> None:
-        """Make tasks behind closed gates, without their memory, ordinary detached processes.
+        """Make tasks behind closed gates, whose memory others have, ordinary detached processes.
 
-        Those that have lent it stay as they are, detached.
+        Those that keep CUDA stay as they are, detached.
         """
 
     def rebuild(self, tasks: BringUp, moved: Moved = UNMOVED) -> None:
@@ -246,7 +246,7 @@ def why_taken(criu: Criu, group: TaskGroup, of_service: bool = False) -> str:
     how to keep it, and this CRIU knows how to dump them with it. `of_service`: one is a client of
     the Multi-Process Service."""
     taken = "CUDA has to be taken from its processes: "
-    if any(task.hello.replay < CAN_LEND for task in group.tasks):
+    if any(task.hello.replay < IS_CURRENT for task in group.tasks):
         return f"{taken}one has an older FlowGPU"
     if any(task.page.managed_bytes for task in group.tasks):
         return f"{taken}one has managed memory"

@@ -141,7 +141,7 @@ class CpuSide:
             folder,
             leave_stopped=True,
             timeout=max(shared.deadline - began, 0.001),
-            plugins=self.criu.plugins() if shared.plan.lends else None,
+            plugins=self.criu.plugins() if shared.plan.keeps_cuda else None,
             pages=server,
             tasks=self._stopped_tasks,
             notes=JobDir(self._job.directory).standstill,

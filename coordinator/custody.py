@@ -1,10 +1,11 @@
 """Descriptors of device memory that outlive the coordinator.
 
-From HANDOVER to MAPBACK a task has let go of its memory, and who has descriptors of its blocks has
-that. The coordinator's (blocks.py) end with it, so copies lie in a socket pair of which the keeper
-has both ends too: sent and not received, the kernel keeps them open. The keeper does nothing about
-them; the next coordinator finds them there (takeover.py). While a job is suspended, the descriptors
-of its host copy (host_copy.py) lie there in their place, with that which shuts its entrance.
+From HANDOVER or STRIP to MAPBACK a task does not have its memory, and who has descriptors of its
+blocks has that. The coordinator's (blocks.py) end with it, so copies lie in a socket pair of which
+the keeper has both ends too: sent and not received, the kernel keeps them open. The keeper does
+nothing about them; the next coordinator finds them there (takeover.py). While a job is suspended,
+the descriptors of its host copy (host_copy.py) lie there in their place, with that which shuts its
+entrance.
 """
 
 from __future__ import annotations

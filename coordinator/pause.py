@@ -315,6 +315,7 @@ class Pause(ABC):
         obstacles.refuse_other_clients(self._group.pids())  # loaded since
         self._engine.strip(self._group)
         if self._plan.late and self._shared.table.saved():
+            self._group.device_files.wait_freed()
             self._copy.begin_late(self._active)
             if self._options.leave_running and self._engine.needs_ghost:
                 self._link.prepare_next()
@@ -340,6 +341,7 @@ class Pause(ABC):
         if self._plan.late:
             self._link.drop()
             self._copy.abandon()
+        self._group.device_files.wait_freed()
         self._engine.rebuild(self._group)
 
     def _open(self) -> None:

@@ -12,8 +12,8 @@ that mends it, and the chain ends with the job as it was before:
 A task that says that it cannot go on (BROKEN) leads to KILL from anywhere in it.
 
 To leave a job running, the same chain is the way on: CAPTURE, WAKE, MAPBACK, OPEN, then COMMIT
-behind the running job. Where tasks lend their memory (plan.py) nothing is taken from them by then,
-and they need OPEN alone. What becomes of each task on the way is in task_state.py.
+behind the running job. Where tasks keep CUDA (plan.py) nothing is taken from them by then, and they
+need OPEN alone. What becomes of each task on the way is in task_state.py.
 
 A job that is suspended has PARK in the place of CAPTURE, and nothing after it: its memory is then
 in the host's, and resume.py goes the way back from there. PARK is undone as CAPTURE is.

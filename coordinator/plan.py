@@ -26,7 +26,7 @@ class Plan:
     """True if CUDA stays in the tasks, so that nobody has to save anything: `engine` is idle."""
     late: bool = False
     """True: the ghost takes the place of the tasks' contexts, which STRIP ends."""
-    can_lend: bool = False
+    can_keep: bool = False
     """True if every task can keep CUDA and its memory, and CRIU leaves out what is the driver's."""
 
     @property
@@ -35,15 +35,18 @@ class Plan:
         return wire.Engine.NONE if self.keeps_context else self.engine
 
     @property
-    def lends(self) -> bool:
-        """True if the tasks lend their memory: then nothing is taken from them."""
+    def keeps_cuda(self) -> bool:
+        """True if nothing is taken from the tasks: they have only lent their memory."""
         replays = self.engine is wire.Engine.REPLAY
-        return self.options.leave_running and replays and self.can_lend and not self.late
+        return self.options.leave_running and replays and self.can_keep and not self.late
 
     @property
     def taking(self) -> Step:
-        """What HANDOVER does with each task."""
-        return Step.LEND if self.lends else Step.HAND_OVER
+        """What HANDOVER does with each task of this version.
+
+        By replay its memory ends with its CUDA, so it need not let go of each block before.
+        """
+        return Step.LEND if self.saver is wire.Engine.REPLAY else Step.HAND_OVER
 
     @property
     def holds(self) -> bool:

@@ -72,7 +72,7 @@ def gpu_side(
     return GpuSide(
         engine=plan.engine.name.lower() if tasks else "none",
         engine_reason=plan.reason if tasks else "",
-        live=plan.lends and bool(tasks),
+        live=plan.keeps_cuda and bool(tasks),
         ghost=ghost,
         tasks=tuple(_task(pid, replies[pid]) for pid in tasks),
         gpus=tuple(_gpus(shared, copy, tasks)),

@@ -31,6 +31,7 @@ from coordinator.communicators import (
     refuse_uncounted,
 )
 from coordinator.cut import Cut
+from coordinator.device_files import DeviceFiles
 from coordinator.holding import Holder
 from coordinator.listing import listed
 from coordinator.phases import UNDO_SECONDS
@@ -40,7 +41,7 @@ from coordinator.sampler import Sampler
 from coordinator.session import Imports, Shared
 from coordinator.sharing import owner_of
 from coordinator.task_state import BEHIND_GATE, Step, TaskState
-from coordinator.tasks import Task, TaskError, has_ended, is_end
+from coordinator.tasks import IS_CURRENT, Task, TaskError, has_ended, is_end
 from flowgpu import nccl, wire
 from flowgpu.errors import OtherVersion, SharedOutside, Unreachable, Unsupported
 from flowgpu.host.proctree import ids, tree_pids
@@ -105,6 +106,8 @@ class TaskGroup(BringUp):
         """Answers to HANDOVER or LEND, by pid."""
         self._handovers: dict[int, Handover] = {}
         self._holders: dict[int, Holder] = {}  # of those that have managed memory
+        emulated = shared.job.gpu == "emulated"
+        self.device_files = DeviceFiles(emulated, shared.timeline)
         self._joined: set[int] = set()
         """Tasks that noted nothing while pages were copied: they were none yet."""
         self.settled = False
@@ -259,9 +262,9 @@ class TaskGroup(BringUp):
             if not plan.late:
                 shared.settle(imports)
             self._drop_blocks(shared.table.keep_live(task.pid, live))
-            if not plan.lends:
+            if not plan.keeps_cuda:
                 shared.job.custody.put(task.pid, shared.table.of(task.pid))
-            self.note(task.pid, plan.taking)
+            self.note(task.pid, self._taking(task))
 
         handover = Handover(task.pid, ours, shared.table, forward, confirm)
         self._handovers[task.pid] = handover
@@ -497,7 +500,8 @@ class TaskGroup(BringUp):
 
     def _hand_over(self, task: Task) -> None:
         handover = self._handovers[task.pid]
-        message = wire.Message.LEND if self._shared.plan.lends else wire.Message.HANDOVER
+        lends = self._taking(task) is Step.LEND
+        message = wire.Message.LEND if lends else wire.Message.HANDOVER
         try:
             reply = task.request(message, self._shared.deadline)
         except TaskError as error:
@@ -506,6 +510,11 @@ class TaskGroup(BringUp):
         self.replies[task.pid] = reply
         handover.wait_end(self._shared.deadline)
         faults.check(Fault.HANDOVER)
+
+    def _taking(self, task: Task) -> Step:
+        """What HANDOVER does with a task."""
+        is_current = task.hello.replay >= IS_CURRENT
+        return self._shared.plan.taking if is_current else Step.HAND_OVER
 
     def host_memory(self) -> dict[int, list[tuple[int, int]]]:
         """What devices may have written of each task's own memory, by process id."""
@@ -567,19 +576,23 @@ class TaskGroup(BringUp):
 
     def strip(self) -> None:
         """Let every task end CUDA in itself, or keep what a copy of it needs that has no CUDA."""
-        self._each("strip", self._strip)
+        try:
+            self._each("strip", self._strip)
+        finally:
+            self.device_files.let_go()
 
     def managed_to_host(self) -> None:
         """Have every task's managed memory in the host's, though CUDA stays."""
         self._each("strip", lambda task: holding.to_host(task, self._shared.deadline))
 
     def _strip(self, task: Task) -> None:
-        if self._state(task.pid) is TaskState.LENT:
+        if self._shared.plan.keeps_cuda:
             self._ask_listed(task, wire.Message.KEEP)
         else:
             # Noted first: a task that has stripped nothing rebuilds nothing.
             self.note(task.pid, Step.STRIP)
             holding.leave(task, self._shared.deadline, self._holders.get(task.pid))
+            self.device_files.hold(task.pid)
             self._ask_listed(task, wire.Message.STRIP)
         faults.check(Fault.STRIP)
 
@@ -619,6 +632,7 @@ class TaskGroup(BringUp):
     def close(self) -> None:
         """Let go of what the tasks and this side hold for the checkpoint."""
         self.sampler.close()
+        self.device_files.wait_freed()
         for handover in self._handovers.values():
             handover.close()
         for holder in self._holders.values():

@@ -1,15 +1,11 @@
 """What a checkpoint has of one task, as data: ``next`` says what each step makes of it.
 
-    CONNECTED - EXPORTED - GATED -- AWAY -- STRIPPED
-                             |        |
-                             |- MAPPED
-                             |
-                           LENT
+    out   CONNECTED - EXPORTED - GATED - AWAY or LENT - STRIPPED
+    back  STRIPPED - AWAY - MAPPED, or not - GATED - CONNECTED, and LENT - CONNECTED
 
-The way out goes to the right, and the way back to the left; MAPPED is on the way back alone. An
-answer may be lost. So a step that takes something from a task counts from when it may have begun. A
-step that gives it back counts when it has succeeded. Nothing here asks the tasks: task_group.py
-does.
+Memory that was only lent has ended with CUDA once the task is STRIPPED. An answer may be lost. So a
+step that takes something from a task counts from when it may have begun. A step that gives it back
+counts when it has succeeded. Nothing here asks the tasks: task_group.py does.
 """
 
 from __future__ import annotations
@@ -51,6 +47,7 @@ _NEXT = {
     (TaskState.GATED, Step.HAND_OVER): TaskState.AWAY,
     (TaskState.GATED, Step.LEND): TaskState.LENT,
     (TaskState.AWAY, Step.STRIP): TaskState.STRIPPED,
+    (TaskState.LENT, Step.STRIP): TaskState.STRIPPED,
     (TaskState.STRIPPED, Step.REBUILD): TaskState.AWAY,
     (TaskState.AWAY, Step.MAP): TaskState.MAPPED,
     (TaskState.AWAY, Step.MAP_BACK): TaskState.GATED,

@@ -41,8 +41,7 @@ CLOSED_SECONDS = 2.0  # a child that the task has made without the C library may
 PACKET_BYTES = 1 << 16
 # HELLO has these values in its fields `resumed` and `replay` (wire.h).
 NEEDS_OPEN = 2
-CAN_LEND = 2
-CAN_MAP_EARLY = 3
+IS_CURRENT = 3  # less: a task of an older library, without LEND and what came after it
 DYING_SECONDS = 1.0
 """A task that ends closes its connection so long before it is gone, at most."""
 DRAINING_AT = 72

@@ -20,6 +20,8 @@ Request on_ask, on_strip, on_keep, on_rebuild, on_managed;
 void open_gate();
 // Ends the channel of EXPORT or MAPBACK.
 void close_handover();
+// True if others have all device memory of the task: it may lose its own hold of it.
+bool memory_is_safe();
 // After REBUILD, with the program's memory, or without where it has none and nobody gave any back.
 bool finish_rebuild(flowgpu_reply& reply);
 

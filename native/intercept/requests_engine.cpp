@@ -36,10 +36,9 @@ void on_ask(Packet& packet, flowgpu_reply& reply) {
 }
 
 void on_strip(Packet& packet, flowgpu_reply& reply) {
-    const Memory& memory = task().memory;
-    const bool memory_is_away = !memory.all_present() || memory.totals().blocks == 0;
-    if (!gate::is_closed() || !replay::prepared() || replay::stripped() || !memory_is_away)
-        return fail(reply, FLOWGPU_PROTOCOL, "STRIP needs HANDOVER and a process prepared for it");
+    if (!gate::is_closed() || !replay::prepared() || replay::stripped() || !memory_is_safe())
+        return fail(reply, FLOWGPU_PROTOCOL,
+                    "STRIP needs HANDOVER or LEND, and a process prepared for it");
     bool lost = false;
     if (!replay::strip(reply.detail, sizeof reply.detail, &lost))
         reply.status = lost ? FLOWGPU_LOST : FLOWGPU_SYSTEM;

@@ -23,6 +23,7 @@ namespace {
 constexpr int kGhostAnswerMs = 60'000;
 
 int handover = -1; // the channel of EXPORT or MAPBACK
+bool lent = false; // it has confirmed LEND, and the gate has been closed since
 
 // Makes a context current in this thread for driver calls that want one, and takes it away again.
 class CurrentContext {
@@ -173,6 +174,11 @@ void close_handover() {
     if (handover >= 0)
         close(handover);
     handover = -1;
+    lent = false;
+}
+
+bool memory_is_safe() {
+    return lent || !task().memory.all_present() || task().memory.totals().blocks == 0;
 }
 
 void on_export(Packet& packet, flowgpu_reply& reply) {
@@ -197,6 +203,7 @@ void on_handover(Packet& packet, flowgpu_reply& reply) {
 
 void on_lend(Packet& packet, flowgpu_reply& reply) {
     hand_over(packet, reply, false);
+    lent = reply.status == FLOWGPU_OK;
 }
 
 void on_mapback(Packet& packet, flowgpu_reply& reply) {

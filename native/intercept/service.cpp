@@ -143,8 +143,7 @@ bool waiting() {
 
 // Gives HELLO's field `resumed` (wire.h).
 uint32_t resumed() {
-    if (replay::become_copy())
-        task().memory.lose_all(); // before REBUILD closes its descriptors as the driver's
+    replay::become_copy();
     return waiting() ? replay::keeps() ? 2 : 1 : 0;
 }
 

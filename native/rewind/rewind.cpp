@@ -103,8 +103,8 @@ void unmap_driver(const Range* keep, size_t count) {
     });
 }
 
-// Frees the driver's blocks while it is there, beside the closing of descriptors, which takes as
-// long: some 50 and some 60 ms of a PyTorch process (H100, 2026-11-25).
+// Frees the driver's blocks while it is there, beside the closing of descriptors. Where nobody else
+// has those, it takes as long: some 50 and some 60 ms of a PyTorch process (H100, 2026-11-25).
 class Freeing {
   public:
     // This thread inherits the signal mask of our thread that begins it: it takes none of the
@@ -129,7 +129,7 @@ class Freeing {
 };
 
 bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost,
-               Laps& laps) {
+               void (*at_end)(), Laps& laps) {
     for (size_t i = 0; i < count; i++)
         if ((keep[i].start | keep[i].bytes) % kPage != 0 || keep[i].bytes == 0) {
             snprintf(detail, bytes, "a range to keep is no whole pages");
@@ -152,6 +152,8 @@ bool strip_all(const Range* keep, size_t count, char* detail, size_t bytes, bool
     }
     imports::join_threads();
     laps.add("end threads");
+    if (at_end)
+        at_end();
     ranges::hold_placements(keep, count);
     unmap_driver(keep, count);
     laps.add("unmap");
@@ -192,12 +194,13 @@ bool remember(const void* symbol, Passage passage, char* detail, size_t bytes) {
     return !wrong;
 }
 
-bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost, Laps* laps) {
+bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost,
+           void (*at_end)(), Laps* laps) {
     int error = errno;
     if (lost)
         *lost = false;
     Laps own;
-    bool done = strip_all(keep, count, detail, bytes, lost, laps ? *laps : own);
+    bool done = strip_all(keep, count, detail, bytes, lost, at_end, laps ? *laps : own);
     errno = error;
     return done;
 }

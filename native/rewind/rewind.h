@@ -36,9 +36,12 @@ struct Range {
 // inaccessible anonymous mappings without ever being free. Can be called again after the next
 // cuInit. False: `detail` says why, and the driver is as it was, unless *lost: then it has ended
 // but is not all gone, and the process cannot go on with CUDA.
+// `at_end` is called once nothing can fail any more, while the driver's descriptors are still open:
+// the caller closes those that are its own, as their numbers may soon be somebody else's. It
+// allocates nothing.
 // `laps` is told of its steps.
 bool strip(const Range* keep, size_t count, char* detail, size_t bytes, bool* lost = nullptr,
-           Laps* laps = nullptr);
+           void (*at_end)() = nullptr, Laps* laps = nullptr);
 
 // In a child of fork(), before anything else here.
 void leave_parents();

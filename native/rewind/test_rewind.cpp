@@ -87,9 +87,9 @@ struct Driver {
         to = reinterpret_cast<T>(dlsym(library, name));
         CHECK(to);
     }
-    bool strip(std::vector<rewind::Range> keep = {}) {
+    bool strip(std::vector<rewind::Range> keep = {}, void (*at_end)() = nullptr) {
         bool lost = true;
-        bool done = rewind::strip(keep.data(), keep.size(), detail, sizeof detail, &lost);
+        bool done = rewind::strip(keep.data(), keep.size(), detail, sizeof detail, &lost, at_end);
         if (lost)
             fprintf(stderr, "lost: %s\n", detail);
         CHECK(!lost);
@@ -213,6 +213,25 @@ void test_what_is_kept_is_never_free() {
     CHECK(rewind::make_way(near, true) && mode(near.start).empty() && mode(start).empty());
     CHECK(mode(far.start) == "---p" && mode(far.start + 65535) == "---p");
     CHECK(rewind::make_way(far, false) && mode(far.start).empty());
+}
+
+int of_device = -1, ends = 0; // what the callers close, and how often they were told
+
+void test_the_caller_is_told_of_the_end_before_descriptors_are_closed() {
+    Driver driver;
+    driver.init("");
+    auto start = reinterpret_cast<uintptr_t>(driver.range());
+    of_device = memfd_create("flowgpu-emu-device", 0);
+    CHECK(of_device >= 0);
+    const auto close_own = [] {
+        ends++;
+        CHECK(close(of_device) == 0);
+        // As soon as the number is free, it may be the program's.
+        CHECK(open("/dev/null", O_RDONLY) == of_device);
+    };
+    CHECK(!driver.strip({{start + 1, 4096}}, close_own) && ends == 0);
+    CHECK(driver.strip({}, close_own) && ends == 1);
+    CHECK(fcntl(of_device, F_GETFD) == 0 && close(of_device) == 0);
 }
 
 void test_a_range_that_the_driver_has_given_back_is_the_programs() {
@@ -534,6 +553,7 @@ int main() {
     RUN(test_a_driver_whose_calls_cannot_be_seen);
     RUN(test_no_thread_ends_with_a_lock_of_malloc);
     RUN(test_what_is_kept_is_never_free);
+    RUN(test_the_caller_is_told_of_the_end_before_descriptors_are_closed);
     RUN(test_a_range_that_the_driver_has_given_back_is_the_programs);
     RUN(test_tables_are_put_back);
     RUN(test_a_thread_that_cannot_be_ended_is_named_and_nothing_changes);

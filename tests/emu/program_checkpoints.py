@@ -86,14 +86,16 @@ class Checkpoints:
         answer to GATE says so, before anything has changed."""
         wait_until(lambda: pid in self.tasks, f"a connection of {pid}")
         task, ghost = self.tasks[pid], Ghost()
-        between = (Message.STRIP, Message.REBUILD) if self.engine is Engine.REPLAY else ()
+        replays = self.engine is Engine.REPLAY
+        taking = Message.LEND if replays else Message.HANDOVER
+        between = (Message.STRIP, Message.REBUILD) if replays else ()
         try:
             with ghost.theirs:
                 begun = task.ask(Message.EXPORT, fds=(ghost.theirs.fileno(),))
             for name, reply in (
                 ("EXPORT", lambda: begun),
                 ("GATE", lambda: task.gate(engine=self.engine)),
-                ("HANDOVER", lambda: task.ask(Message.HANDOVER)),
+                ("HANDOVER", lambda: task.ask(taking)),
                 *((step.name, partial(task.ask, step)) for step in between),
                 ("MAPBACK", lambda: map_back(task, ghost)),
                 ("OPEN", lambda: task.ask(Message.OPEN)),

@@ -93,6 +93,9 @@ def test_the_timeline_of_an_image_is_that_of_its_report(seen: Seen) -> None:
     assert pause.seconds == pytest.approx(image.manifest.pause_seconds, abs=ROUNDED)
     (task,) = {span.track for span in found.spans if span.track.startswith("task ")}
     assert task == f"task {image.manifest.tasks[0].pid}"
+    # The coordinator had the task's device files when that closed them.
+    (strip,), (freed,) = found.find(task, "strip"), found.find(task, "free memory")
+    assert strip.end <= freed.begin
     # One step of the coordinator follows another.
     steps = [span for span in found.spans if span.track == COORDINATOR]
     assert all(a.end <= b.begin for a, b in itertools.pairwise(steps))

@@ -14,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from coordinator import holding
+from coordinator.device_files import DeviceFiles
+from coordinator.tasks import IS_CURRENT
 from flowgpu import wire
 from flowgpu.launch import GpuKind, choose_driver
+from flowgpu.timeline import Recorder
 from flowgpu.wire import Engine, GateState, ManagedStep, MapbackBytes, Message, Status
 from tests.emu import intercept_lib as lib
 from tests.emu.intercept_lib import Connection, Ghost, Program
@@ -38,7 +41,7 @@ class Task:
         packet = wire.Ask(Engine.REPLAY).pack()
         return self.connection.ask(Message.ASK, packet)
 
-    def checkpoint(self, *visible: str) -> list[str]:
+    def checkpoint(self, *visible: str, taking: Message = Message.LEND) -> list[str]:
         """Everything but the dump itself: the program's memory goes to a ghost and comes back.
 
         `visible`: the devices that it is told to see, by each REBUILD. Gives what they answer; the
@@ -49,7 +52,7 @@ class Task:
         try:
             lib.export(self.connection, ghost)
             assert self.connection.gate(60_000, engine=Engine.REPLAY).status == Status.OK
-            self.connection.ok(Message.HANDOVER)
+            self.connection.ok(taking)
             self._exchange(ManagedStep.LEAVE, ManagedStep.LEAVE_HELD)
             stripped = self.connection.ok(Message.STRIP)
             failed = [self.connection.ask(Message.REBUILD, one).detail for one in packets[:-1]]
@@ -175,6 +178,98 @@ del COUNTER
         assert task.do("int(ok(cu.cuFuncGetModule(kernel))) == int(module)")
 
 
+BLOCKS = """
+import os
+large = int(ok(cu.cuMemAlloc(6 << 20)))
+small = int(ok(cu.cuMemAlloc(1000)))
+prop = cu.CUmemAllocationProp()
+prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+handle = ok(cu.cuMemCreate(2 << 20, prop, 0))
+own = int(ok(cu.cuMemAddressReserve(2 << 20, 0, 0, 0)))
+ok(cu.cuMemMap(own, 2 << 20, 0, handle, 0))
+access = cu.CUmemAccessDesc()
+access.location = prop.location
+access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+ok(cu.cuMemSetAccess(own, 2 << 20, [access], 1))
+for value, address in enumerate((large, small, own)):
+    ok(cu.cuMemsetD8(address, 7 + value, 1000))
+def bytes_there():
+    found = bytearray(1000)
+    said = []
+    for address in (large, small, own):
+        ok(cu.cuMemcpyDtoH(found, address, 1000))
+        said.append([set(found).pop(), len(set(found))])
+    return said
+"""
+
+
+@pytest.mark.parametrize("taking", [Message.LEND, Message.HANDOVER])
+def test_memory_goes_with_cuda_or_before_it(task: Task, taking: Message) -> None:
+    task.do(BLOCKS)
+    counts = []
+    for _ in range(3):
+        task.checkpoint(taking=taking)
+        assert task.do("bytes_there()") == [[7, 1], [8, 1], [9, 1]]
+        counts.append(task.do("len(os.listdir('/proc/self/fd'))"))
+    # The second and the third time each block has a descriptor, which goes with it.
+    assert counts[1] == counts[2]
+
+
+def test_a_task_that_has_lent_its_memory_and_was_not_stripped_needs_nothing_back(
+    task: Task,
+) -> None:
+    task.do(BLOCKS)
+    ghost = Ghost()
+    try:
+        lib.export(task.connection, ghost)
+        assert task.connection.gate(60_000, engine=Engine.REPLAY).status == Status.OK
+        # Nobody else has confirmed that he has the memory.
+        assert task.connection.ask(Message.STRIP).status == Status.PROTOCOL
+        task.connection.ok(Message.LEND)
+        task.connection.ok(Message.REBUILD)
+        assert lib.map_back(task.connection, ghost).status == Status.OK
+        # From here on the memory is its own again.
+        assert task.connection.ask(Message.STRIP).status == Status.PROTOCOL
+        task.connection.ok(Message.OPEN)
+    finally:
+        ghost.close()
+    assert task.do("bytes_there()") == [[7, 1], [8, 1], [9, 1]]
+    task.checkpoint()
+    assert task.do("bytes_there()") == [[7, 1], [8, 1], [9, 1]]
+
+
+def test_what_a_task_had_is_freed_when_its_device_files_are_closed_elsewhere(
+    tmp_path: Path,
+) -> None:
+    free = "int(ok(cu.cuMemGetInfo())[0])"
+    with (
+        lib.job(tmp_path, replay=True) as (_, program, connection),
+        Program(lib.bare_environment(tmp_path)) as other,
+    ):
+        other.do("start()")
+        program.do(BLOCKS)
+        before, ghost = other.do(free), Ghost()
+        files = DeviceFiles(True, Recorder())
+        try:
+            lib.export(connection, ghost)
+            assert connection.gate(60_000, engine=Engine.REPLAY).status == Status.OK
+            connection.ok(Message.LEND)
+            files.hold(program.process.pid)
+            connection.ok(Message.STRIP)
+            assert other.do(free) == before
+            files.let_go()
+            files.wait_freed()
+            # The device looks for itself after whom it has lost.
+            lib.wait_until(lambda: other.do(free) > before, "the end of a context")
+            connection.ok(Message.REBUILD)
+            assert lib.map_back(connection, ghost).status == Status.OK
+            connection.ok(Message.OPEN)
+        finally:
+            ghost.close()
+        assert program.do("bytes_there()") == [[7, 1], [8, 1], [9, 1]]
+
+
 def lend(connection: Connection, ghost: Ghost) -> None:
     """Up to the dump of a task that keeps what it has."""
     lib.export(connection, ghost)
@@ -185,7 +280,7 @@ def lend(connection: Connection, ghost: Ghost) -> None:
 
 def test_a_task_that_lends_its_memory_goes_on_with_it(tmp_path: Path) -> None:
     with lib.job(tmp_path, replay=True) as (coordinator, program, connection):
-        assert connection.hello.replay == 3
+        assert connection.hello.replay == IS_CURRENT
         program.do(COUNTER)
         program.do(
             """
@@ -528,7 +623,7 @@ thread.start()
         task.do("threading.Timer(0.2, go.set).start()")
         time.sleep(0.5)
         assert task.program.process.poll() is None
-        task.connection.ok(Message.HANDOVER)
+        task.connection.ok(Message.LEND)
         task.connection.ok(Message.STRIP)
         task.connection.ok(Message.REBUILD)
         assert lib.map_back(task.connection, ghost).status == Status.OK
@@ -696,7 +791,7 @@ def test_a_process_that_could_not_be_prepared_says_why_and_works(tmp_path: Path)
         assert program.do(TAKE_HANDLES) == "0x1f0000000000"
         program.do("start()")
         connection = coordinator.accept()
-        assert connection.hello.replay == 3
+        assert connection.hello.replay == IS_CURRENT
         reply = Task(program, connection).ask()
         assert (reply.status, reply.detail) == (
             Status.REFUSED,

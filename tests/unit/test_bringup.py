@@ -18,7 +18,7 @@ from coordinator import reach, tasks
 from coordinator.bringup import BringUp
 from coordinator.session import Session
 from coordinator.task_state import TaskState
-from coordinator.tasks import CAN_MAP_EARLY, TaskError
+from coordinator.tasks import IS_CURRENT, TaskError
 from flowgpu import wire
 from flowgpu.host.proctree import is_stopped, send
 from flowgpu.wire import MapbackBytes, Message, Status
@@ -150,7 +150,7 @@ def test_what_is_mapped_early_needs_no_blocks_when_the_bytes_are_there(
     bring: Any, asked: Any
 ) -> None:
     first, second = FakeTask(FIRST, asked), FakeTask(SECOND, asked)
-    first.hello.replay, second.hello.replay = CAN_MAP_EARLY, CAN_MAP_EARLY - 1
+    first.hello.replay, second.hello.replay = IS_CURRENT, IS_CURRENT - 1
     back = bring(Channel(), first, second)
     for pid in (FIRST, SECOND):
         ours, theirs = os.pipe()

@@ -15,22 +15,22 @@ from coordinator import control_state, phases, task_state
 from coordinator.phases import SPECS, Event, Goal, Outcome, Phase, State
 from coordinator.plan import Plan, choose
 from coordinator.task_state import BEHIND_GATE, WAY_BACK, Step, TaskState
-from coordinator.tasks import CAN_LEND
+from coordinator.tasks import IS_CURRENT
 from flowgpu.errors import CriuMissing, EngineUnusable
 from flowgpu.options import CheckpointOptions
 from flowgpu.wire import Engine
 
 OPTIONS = CheckpointOptions(Path("/image"))
 PLANS = [
-    Plan(replace(OPTIONS, leave_running=leave), engine, late=late, can_lend=can_lend)
-    for leave, engine, late, can_lend in itertools.product(
+    Plan(replace(OPTIONS, leave_running=leave), engine, late=late, can_keep=can_keep)
+    for leave, engine, late, can_keep in itertools.product(
         (False, True), Engine, (False, True), (False, True)
     )
 ]
 PARKED = {Goal.SUSPENDED: TaskState.STRIPPED, Goal.PARKED: TaskState.AWAY}
 """What every task of a suspended job is."""
 WAYS = [
-    (plan, goal)
+    (replace(plan, keeps_context=goal is Goal.PARKED), goal)
     for plan in PLANS
     for goal in ((Goal.RUNNING,) if plan.options.leave_running else (Goal.ENDED, *PARKED))
 ]
@@ -45,7 +45,7 @@ def step_of(plan: Plan, phase: Phase) -> Step | None:
     """What a phase does with each task."""
     if phase is Phase.HANDOVER:
         return plan.taking
-    if phase is Phase.STRIP and plan.lends:
+    if phase is Phase.STRIP and plan.keeps_cuda:
         return None  # KEEP takes nothing
     return (FORWARD | BACK).get(phase)
 
@@ -73,7 +73,7 @@ def ends(plan: Plan, goal: Goal) -> Iterator[tuple[State, Tasks, bool]]:
         if state.phase is Phase.PARK:
             assert tasks == (PARKED[goal],) * TASKS
         if state.phase is Phase.CAPTURE:
-            ready = TaskState.LENT if plan.lends else TaskState.STRIPPED
+            ready = TaskState.LENT if plan.keeps_cuda else TaskState.STRIPPED
             assert tasks == (ready,) * TASKS
         for event in Event:
             over = ended or state.phase is Phase.KILL or event is Event.GONE
@@ -162,12 +162,13 @@ def test_a_task_that_was_not_prepared_is_named() -> None:
         chosen("replay", {7: True, 8: False})
 
 
-def test_nothing_is_lent_but_by_a_prepared_job_that_goes_on_with_a_ghost_beside_it() -> None:
+def test_tasks_lend_their_memory_to_replay_and_keep_cuda_with_a_ghost_beside_them() -> None:
     for plan in PLANS:
-        replays = plan.engine is Engine.REPLAY
-        able = plan.can_lend and replays and plan.options.leave_running and not plan.late
-        assert plan.lends == able
-        assert plan.taking is (Step.LEND if able else Step.HAND_OVER)
+        lends = plan.engine is Engine.REPLAY
+        assert plan.taking is (Step.LEND if lends else Step.HAND_OVER)
+        able = lends and plan.can_keep and plan.options.leave_running
+        assert plan.keeps_cuda == (able and not plan.late)
+        assert replace(plan, keeps_context=True).taking is Step.HAND_OVER
 
 
 class Plugins:
@@ -183,10 +184,10 @@ class Plugins:
 @pytest.mark.parametrize(
     ("tasks", "managed", "there", "why"),
     [
-        ([CAN_LEND, CAN_LEND], 0, True, ""),
-        ([CAN_LEND, 1], 0, True, "one has an older FlowGPU"),
-        ([CAN_LEND], 4096, True, "one has managed memory"),
-        ([CAN_LEND], 0, False, "CRIU"),
+        ([IS_CURRENT, IS_CURRENT], 0, True, ""),
+        ([IS_CURRENT, IS_CURRENT - 1], 0, True, "one has an older FlowGPU"),
+        ([IS_CURRENT], 4096, True, "one has managed memory"),
+        ([IS_CURRENT], 0, False, "CRIU"),
     ],
 )
 def test_tasks_keep_cuda_where_all_of_them_and_criu_know_how(

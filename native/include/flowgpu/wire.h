@@ -65,9 +65,10 @@ enum flowgpu_message {
     // flowgpu_ask: can that engine save this process? OK, or REFUSED with the names of what it
     // cannot save; the gate stays as it is.
     FLOWGPU_ASK = 24,
-    // Engine replay, behind a closed gate, between HANDOVER and DETACH: ends CUDA in the task
-    // itself. After a failure the task is as before, but for LOST: it cannot go on. Until
-    // REBUILD the gate stays closed, also when the connection ends, and HELLO says `resumed`.
+    // Engine replay, behind a closed gate, between HANDOVER or LEND and DETACH: ends CUDA in the
+    // task itself, and so what it holds of its memory. After a failure the task is as before, but
+    // for LOST: it cannot go on. Until REBUILD the gate stays closed, also when the connection
+    // ends, and HELLO says `resumed`.
     // fd, where wanted: a stream socket, on which the task lists what REBUILD will make, for
     // people. It is read while the task works.
     FLOWGPU_STRIP = 25,
@@ -210,8 +211,9 @@ struct flowgpu_hello {
     // but has all that it had, and needs OPEN alone; else 0.
     uint32_t resumed;
     uint32_t device_count;
-    // Not 0: the job was started for the engine replay; ASK says whether it can. 3: with
-    // FLOWGPU_MAPBACK_BYTES_TO_COME. 2: without it, but with LEND and KEEP. 1: without these too.
+    // Not 0: the job was started for the engine replay; ASK says whether it can. 3: with LEND, KEEP or
+    // STRIP after it, and FLOWGPU_MAPBACK_BYTES_TO_COME; less: a task of an older library, which is
+    // only asked for HANDOVER, STRIP and a MAPBACK behind the copy.
     uint32_t replay;
     uint32_t reserved0;
     // By which others know this task as the owner of blocks: 128 random bits, the same for its

@@ -19,8 +19,8 @@ void forget_kept();
 // driver before rebuild().
 bool become_copy();
 
-// Ends CUDA in this process; the program's device memory is with the ghost by now. False: `detail`
-// says why, and the process is as before, unless *lost: it cannot go on.
+// Ends CUDA in this process, and with it the hold of device memory, which others have as well by
+// now. False: `detail` says why, and the process is as before, unless *lost: it cannot go on.
 bool strip(char* detail, size_t bytes, bool* lost);
 
 // Makes CUDA anew with every object of the record. False: `detail` says why; it may be tried again.

@@ -347,7 +347,8 @@ bool rewind_driver(char* detail, size_t bytes, bool* lost, Laps& laps) {
     std::vector<rewind::Range> keep;
     for (const Region& reserved : address_map().all(kReserved))
         keep.push_back({static_cast<uintptr_t>(reserved.address), reserved.bytes});
-    return rewind::strip(keep.data(), keep.size(), detail, bytes, lost, &laps);
+    const auto lose_memory = [] { task().memory.lose_all(); };
+    return rewind::strip(keep.data(), keep.size(), detail, bytes, lost, lose_memory, &laps);
 }
 
 } // namespace
