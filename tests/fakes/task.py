@@ -48,7 +48,7 @@ OTHER = os.environ.get("FAKE_TASK_OTHER", "")  # what is of another version: wir
 ENDING = "FAKE_TASK_ENDING" in os.environ
 FILL = os.environ.get("FAKE_TASK_FILL", "")
 REPLAY = os.environ.get("FLOWGPU_REPLAY") == "1"
-# What of the engine replay it says that it can: 3 is a lie as to LEND and KEEP.
+# What of the engine replay it says that it can: 3 is a lie as to KEEP.
 CAN = int(os.environ.get("FAKE_TASK_CAN", "1"))
 UNPREPARED = "the job was started with --engine native"
 # What replay cannot save: asked for it, or at the gate only.
@@ -185,6 +185,7 @@ class Service(threading.Thread):
         self.handover: socket.socket | None = None
         self.sent: set[int] = set()
         self.away: set[int] = set()  # ids of blocks that were let go of
+        self.lent = False  # its blocks end with CUDA
         self.to_come = False  # the bytes of those that it has again
         self.detached = False
         self.busy_left = BUSY_FIRST
@@ -307,9 +308,11 @@ class Service(threading.Thread):
         return self.answer(kind)
 
     def on_strip(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
-        if not (REPLAY and self.device.gate_closed and self.device.cuda) or self.device.blocks:
+        may = REPLAY and self.device.gate_closed and self.device.cuda
+        if not may or (self.device.blocks and not self.lent):
             return self.answer(kind, status=wire.Status.PROTOCOL)
-        self.device.cuda = False
+        self.let_go()
+        self.lent = self.device.cuda = False
         return self.answer(kind)
 
     def on_rebuild(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
@@ -360,6 +363,10 @@ class Service(threading.Thread):
             self.device.change(self.turns)
         return self.answer(kind)
 
+    def on_lend(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
+        self.lent = True
+        return self.on_handover(kind, fds)
+
     def on_handover(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
         assert self.handover is not None
         sent = self.send_new()
@@ -378,13 +385,19 @@ class Service(threading.Thread):
             return self.answer(kind, status=wire.Status.SYSTEM)
         assert wire.split(data)[0] is wire.Message.END
         reply = self.answer(kind, sent)
-        for block in list(self.device.blocks.values()):
-            if fires(Fault.TASK_RELEASE):
-                return self.answer(kind, status=wire.Status.DRIVER)
-            self.away.add(block.row.id)
-            self.device.blocks.pop(block.row.id).drop()
+        if not self.lent and not self.let_go():
+            return self.answer(kind, status=wire.Status.DRIVER)
         self.drop_channel()
         return reply
+
+    def let_go(self) -> bool:
+        """Have no block any more. False: a fault is in the way."""
+        for block in list(self.device.blocks.values()):
+            if fires(Fault.TASK_RELEASE):
+                return False
+            self.away.add(block.row.id)
+            self.device.blocks.pop(block.row.id).drop()
+        return True
 
     def on_room(self, kind: wire.Message, fds: list[int]) -> wire.Reply:
         free = os.environ.get("FAKE_TASK_FREE", 1 << 40)
@@ -427,7 +440,7 @@ class Service(threading.Thread):
         if ENDING:
             threading.Timer(0.1, os._exit, (6,)).start()
         self.drop_channel()  # as the intercept library
-        self.detached = False
+        self.detached = self.lent = False
         self.device.open_gate()
         return self.answer(kind)
 
