@@ -206,8 +206,7 @@ void Server::copy_still() {
     copying_ = std::thread([this] {
         try {
             for (const auto& [pid, one] : still_)
-                if (!is_copied_for_nothing_)
-                    one->hand_over(copier_);
+                one->hand_over(copier_, is_copied_for_nothing_);
         } catch (const std::exception& error) {
             copying_failure_ = error.what();
         }

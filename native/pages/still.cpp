@@ -59,12 +59,14 @@ void Still::begin(std::unique_ptr<PageFile> file) {
     output_.file = file_.get();
 }
 
-void Still::hand_over(Copier& copier) {
+void Still::hand_over(Copier& copier, const std::atomic<bool>& stops) {
     Feed feed(copier, output_);
     for (const Entry& entry : copied_)
-        feed.add(entry.address, entry.count, {&memory_, nullptr, 0});
+        for (uint64_t n = 0; n < entry.count && !stops; n += kPart)
+            feed.add(entry.address + n * kPage, std::min(kPart, entry.count - n),
+                     {&memory_, nullptr, 0});
     feed.end();
-    complete_ = true;
+    complete_ = !stops;
 }
 
 bool Still::join(const std::vector<Entry>& sent, const std::vector<Entry>& kept,

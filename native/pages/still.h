@@ -34,8 +34,8 @@ class Still {
 
     // Copies to a file.
     void begin(std::unique_ptr<PageFile> file);
-    // Throws PagesFailure as Copier::next does.
-    void hand_over(Copier& copier);
+    // Ends early once `stops` is true. Throws PagesFailure as Copier::next does.
+    void hand_over(Copier& copier, const std::atomic<bool>& stops);
     // CRIU has sent pages: `sent`, of which `kept` are in `sent_file`. Puts them in their place.
     // After all was copied. False: CRIU has sent all pages, and these are taken. Throws
     // PagesFailure.
