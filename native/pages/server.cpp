@@ -310,6 +310,8 @@ void Server::close() {
     for (auto& file : files_)
         file->finish();
     reserved_.clear(); // of processes that have ended since
+    for (const auto& [pid, one] : still_)
+        apart_.erase(pid);
     const int32_t success = 0;
     answer(&success, sizeof success);
 }
@@ -341,8 +343,6 @@ void Server::join_tracked() {
     for (const auto& [pid, tracked] : tracked_)
         tracked->release();
     for (auto& [pid, one] : apart_) {
-        if (!one.tracked)
-            continue;
         const Output& rest = outputs_.at(target_of(pid));
         Output output;
         output.pagemap = rest.pagemap;
