@@ -67,6 +67,7 @@ class Eviction(Checkpoint):
         )
         self._cpu.pages.ready(shared.left(POPULATE_SECONDS))
         self._cpu.refuse_sandboxes()
+        self._cpu.pages.again(shared.left(POPULATE_SECONDS))
 
     def _spared(self, needed: int, size: int) -> int:
         self._shared.image.need(needed, self._job.name)

@@ -56,11 +56,11 @@ class Pages:
 
     def again(self, seconds: float) -> None:
         """Copy what was written since: soon all stands still."""
-        if self._server is not None and self.early:
+        if self._server is not None:
             try:
                 self._server.again(seconds)
             except PagesUnavailable as error:
-                self._do_without(error, early=True)
+                self._do_without(error, self.early)
 
     def compare(self, ranges: Mapping[int, Iterable[tuple[int, int]]]) -> None:
         """Have memory of processes compared that a device may have written."""

@@ -410,7 +410,10 @@ class Criu:
                 still = Standstill(pid, timeout, notes, None if pages is None else pages.look)
             except TimeoutError as error:
                 raise CriuFailed(action="dump", cause=str(error)) from error
-            run.go(tasks())
+            stopped = tasks()
+            if pages is not None:
+                pages.copy()
+            run.go(stopped)
         except BaseException:
             run.cancel()
             raise

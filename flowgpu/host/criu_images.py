@@ -32,6 +32,8 @@ _VARINT = rb"[\x80-\xff]*[\x00-\x7f]"
 _XSTATE = re.compile(
     rb"(?:[\x08\x10\x18\x20\x28\x30\x38\x40\x48\x50\x58]V)*\x6aV\x08(V)".replace(b"V", _VARINT)
 )
+# Behind the mask and the other sets: what the protection keys allow.
+_KEY_RIGHTS = re.compile(rb"(?:[\x10\x18\x20\x28\x30\x38]V)*(?:\x40(V))?".replace(b"V", _VARINT))
 _ALIVE = 1  # of a task's state: set when it runs (1) or is stopped (3), not when it is dead (2, 6)
 _STOPPED = 3
 _PTY = 12  # of a terminal's entry
@@ -298,8 +300,7 @@ _NO_KEYS = 0x55555554
 def unsaved_registers(images_dir: Path) -> tuple[int, str] | None:
     """A thread that was using registers of which CRIU has saved nothing, and what they are."""
     for thread in thread_ids(images_dir):
-        machine = messages(images_dir / f"core-{thread}.img")[0].message(2)
-        found = _XSTATE.match(machine.text(3)) if machine else None
+        found = _extended(images_dir, thread)
         left = _varint(found[1], 0)[0] & ~_SAVED_REGISTERS if found else 0
         if left:
             sets = [number for number in range(left.bit_length()) if left >> number & 1]
@@ -321,10 +322,15 @@ def with_protection_keys(images_dir: Path) -> list[int]:
 
 
 def _key_rights(images_dir: Path, thread: int) -> int:
+    found = _extended(images_dir, thread)
+    rights = _KEY_RIGHTS.match(found.string, found.end()) if found else None
+    return _varint(rights[1], 0)[0] if rights and rights[1] else 0
+
+
+def _extended(images_dir: Path, thread: int) -> re.Match[bytes] | None:
+    """Where the mask of a thread's register sets ends, which is the match's group."""
     machine = messages(images_dir / f"core-{thread}.img")[0].message(2)
-    registers = machine.message(3) if machine else None
-    extended = registers.message(13) if registers else None
-    return extended.numbers(8)[0] if extended and extended.numbers(8) else 0
+    return _XSTATE.match(machine.text(3)) if machine else None
 
 
 def smallest_signal_stack(images_dir: Path) -> int | None:

@@ -38,10 +38,9 @@ END_SECONDS = 5.0
 _CRIU_IS_GONE = 3
 NONE: Mapping[int, int] = {}
 MEMORY_LIBRARY = "libflowgpu_criu.so"
-EARLY_PAGES = "FLOWGPU_PAGES_ARE_EARLY"
-"""With it that library hides pages that the server has copied (native/pages/tracked.h)."""
 STANDING = "FLOWGPU_STANDING"
-"""Descriptors by which it hears of processes that stand still (native/pages/standing.h)."""
+"""Descriptors by which it hears of processes that stand still (native/pages/standing.h), so that
+CRIU sends no pages that the server copies."""
 # socket(7): past the system's limit, with CAP_NET_ADMIN.
 _SO_SNDBUFFORCE = 32
 
@@ -52,7 +51,8 @@ class PagesUnavailable(Exception):
 
 @dataclass(frozen=True)
 class PageStats:
-    """What a server received: sizes in bytes, `zero_bytes` of them left out.
+    """What a server received: sizes in bytes, `zero_bytes` of them left out, `still_bytes` of them
+    copied by itself.
 
     `early_bytes` were copied before; of those some were compared, and some of them mended.
     `seconds` begin with CRIU's first message; for `tail_seconds` of them CRIU had sent all.
@@ -62,6 +62,7 @@ class PageStats:
     bytes: int
     zero_bytes: int
     entries: int
+    still_bytes: int
     copied_twice: int
     early_bytes: int
     compared_bytes: int
@@ -108,17 +109,18 @@ class PageServer:
         images_dir: Path,
         process: subprocess.Popen[bytes],
         end: socket.socket,
-        telling: _Telling | None,
+        telling: _Telling,
+        *,
+        early: bool,
     ) -> None:
-        self.early = telling is not None
+        self.early = early
         """True if the server copies pages while their processes run; the kernel tells it of
         changes."""
         self._images_dir = images_dir
         self._process = process
         self._criu_end = end
-        self._telling = telling
-        if telling is not None:
-            telling.handed_over()
+        self._telling: _Telling | None = telling
+        telling.handed_over()
         self._said = b""
         self._complete = False
 
@@ -137,33 +139,32 @@ class PageServer:
         workers = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
         images_dir.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        telling = _Telling() if tracked else None
+        telling = _Telling()
         with ours:
             # What is sent counts for the sender's buffer.
             with suppress(PermissionError):
                 theirs.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, SOCKET_BYTES)
             program = str(launch.program("flowgpu-pages"))
-            tells = (telling.file, telling.says) if telling else (-1, -1)
+            tells = telling.file, telling.says
             words = [program, *map(str, (ours.fileno(), images_dir, workers, *tells))]
             words += [f"{pid}:{own_bytes(pid)}" for pid in pids if pid not in tracked]
             words += [f"{pid}:0:{fd}" for pid, fd in tracked.items()]
             try:
                 process = subprocess.Popen(
                     words,
-                    stdin=subprocess.PIPE if tracked else subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    pass_fds=(ours.fileno(), *tracked.values(), *(tells if telling else ())),
+                    pass_fds=(ours.fileno(), *tracked.values(), *tells),
                     process_group=0,
                 )
             except OSError as error:
                 theirs.close()
-                if telling is not None:
-                    telling.handed_over()
-                    telling.close()
+                telling.handed_over()
+                telling.close()
                 raise PagesUnavailable(f"{program}: {error.strerror}") from error
         end_before_others(process.pid)
-        return PageServer(images_dir, process, theirs, telling)
+        return PageServer(images_dir, process, theirs, telling, early=bool(tracked))
 
     @property
     def socket(self) -> int:
@@ -178,11 +179,8 @@ class PageServer:
     @property
     def environment(self) -> dict[str, str]:
         """What CRIU's library is told (native/pages/criu_memory.cpp)."""
-        if not self.early:
-            return {}
         return {
             "LD_PRELOAD": str(launch.library_dir() / MEMORY_LIBRARY),
-            EARLY_PAGES: "1",
             STANDING: " ".join(map(str, self.descriptors[1:])),
         }
 
@@ -204,7 +202,8 @@ class PageServer:
             raise PagesUnavailable(reason or "it does not start")
 
     def again(self, seconds: float) -> None:
-        """Copy what tracked processes have written since. Raises PagesUnavailable."""
+        """Copy what tracked processes have written since, and be ready to look at all of them.
+        Raises PagesUnavailable."""
         self._say("pass\n")
         line = self._line(seconds)
         if not line or not line.startswith("passed "):
@@ -220,12 +219,17 @@ class PageServer:
     def look(self, pids: Iterable[int]) -> None:
         """Have it look up what CRIU is going to ask about the memory of processes that stand still
         from now on. Where it cannot, CRIU asks the kernel."""
-        if self.early:
-            with suppress(PagesUnavailable):
-                self._say("look " + " ".join(map(str, pids)) + "\n")
+        with suppress(PagesUnavailable):
+            self._say("look " + " ".join(map(str, pids)) + "\n")
+
+    def copy(self) -> None:
+        """Have it copy the pages of these processes: from now on nobody but CRIU touches them."""
+        with suppress(PagesUnavailable):
+            self._say("copy\n")
 
     def _say(self, text: str) -> None:
-        assert self._process.stdin
+        if self._process.stdin is None:
+            raise PagesUnavailable("it has ended")
         try:
             self._process.stdin.write(text.encode())
             self._process.stdin.flush()
@@ -254,6 +258,7 @@ class PageServer:
             _, words = self._process.communicate(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:
             return ""
+        self._process.stdin = None  # it is closed
         code = self._process.returncode
         if code in (0, _CRIU_IS_GONE):
             return ""
@@ -275,6 +280,7 @@ class PageServer:
             if pipe:
                 with suppress(BrokenPipeError):  # it has not read all that it was told
                     pipe.close()
+        self._process.stdin = None
         if not self._complete:
             for name in ("pages-*.img", "pagemap-*.img"):
                 for path in self._images_dir.glob(name):

@@ -100,16 +100,20 @@ Copier::Copier(unsigned threads, std::function<void()> on_failure)
 }
 
 Copier::~Copier() {
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        ending_ = true;
-    }
-    wake_all();
+    end();
     for (std::thread& thread : threads_)
         thread.join();
     for (Chunk& chunk : chunks_)
         for (int end : chunk.pipe)
             close(end);
+}
+
+void Copier::end() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        ending_ = true;
+    }
+    wake_all();
 }
 
 void Copier::wake_all() {
@@ -130,11 +134,14 @@ std::string Copier::failure() {
 
 Chunk& Copier::next() {
     std::unique_lock<std::mutex> lock(mutex_);
-    chunk_freed_.wait(lock, [&] { return !free_.empty() || !failure_.empty(); });
+    chunk_freed_.wait(lock, [&] { return !free_.empty() || !failure_.empty() || ending_; });
     check();
+    if (ending_)
+        throw PagesFailure("the work has ended");
     Chunk* chunk = free_.back();
     free_.pop_back();
     chunk->entries.clear();
+    chunk->sources.clear();
     chunk->bytes = chunk->piped = 0;
     return *chunk;
 }
@@ -177,11 +184,21 @@ void Copier::work() {
             on_failure_();
             wake_all();
         }
-        chunk_freed_.notify_one(); // only the reader waits for it
+        chunk_freed_.notify_all(); // several may wait for one, and one for all
     }
 }
 
-void Copier::copy(Chunk& chunk) {
+void Copier::fetch(Chunk& chunk) {
+    if (!chunk.sources.empty() && chunk.sources[0].memory) {
+        chunk.sources[0].memory->read(chunk.entries, chunk.buffer.get());
+        return;
+    }
+    uint64_t done = 0;
+    for (size_t n = 0; n < chunk.sources.size(); n++) {
+        const uint64_t bytes = chunk.entries[n].count * kPage;
+        chunk.sources[n].file->read(chunk.sources[n].offset, chunk.buffer.get() + done, bytes);
+        done += bytes;
+    }
     for (uint64_t at = 0; at < chunk.piped;) {
         ssize_t count = read(chunk.pipe[0], chunk.buffer.get() + at, chunk.piped - at);
         if (count < 0 && errno == EINTR)
@@ -190,6 +207,10 @@ void Copier::copy(Chunk& chunk) {
             throw system_failure("cannot read a pipe", count < 0 ? errno : EPIPE);
         at += static_cast<uint64_t>(count);
     }
+}
+
+void Copier::copy(Chunk& chunk) {
+    fetch(chunk);
     std::vector<Entry> kept;
     std::vector<Piece> pieces;
     select(chunk, kept, pieces);
@@ -212,6 +233,28 @@ void Copier::copy(Chunk& chunk) {
         chunk.output->file->write(offset, chunk.buffer.get() + piece.offset, piece.bytes);
         offset += piece.bytes;
     }
+}
+
+void Feed::add(uint64_t address, uint64_t count, Source source) {
+    while (count) {
+        if (!chunk_) {
+            chunk_ = &copier_.next();
+            chunk_->output = &output_;
+        }
+        const uint64_t here = std::min(count, (kChunk - chunk_->bytes) / kPage);
+        chunk_->entries.push_back({address, here, kPresent});
+        chunk_->sources.push_back(source);
+        chunk_->bytes += here * kPage;
+        address += here * kPage, source.offset += here * kPage, count -= here;
+        if (chunk_->bytes == kChunk)
+            end();
+    }
+}
+
+void Feed::end() {
+    if (chunk_)
+        copier_.submit(*chunk_);
+    chunk_ = nullptr;
 }
 
 } // namespace pages

@@ -1,13 +1,15 @@
-// Copies pages from pipes to files with several threads, without those that hold only zeros.
+// Copies pages to files with several threads, without those that hold only zeros. They come in
+// pipes, or the workers read them from the memory of a process, or from files.
 //
-// Who owns what: a Chunk belongs to the reader from next() to submit(), then to a worker until it
-// is free again. Workers take chunks in order, and each takes room in the file in that order, so
+// Who owns what: a Chunk belongs to who asks for it from next() to submit(), then to a worker until
+// it is free again. Workers take chunks in order, and each takes room in the file in that order, so
 // that a file holds its pages in the order in which they came.
 #pragma once
 
 #include "maps.h"
 #include "page_file.h"
 #include "pagemap.h"
+#include "process_memory.h"
 
 #include <condition_variable>
 #include <deque>
@@ -29,10 +31,18 @@ struct Output {
     std::vector<Entry> entries;
 };
 
+// Where pages are that a worker is to read.
+struct Source {
+    const ProcessMemory* memory; // of a process that stands still; else
+    const PageFile* file;
+    uint64_t offset;
+};
+
 struct Chunk {
     Output* output = nullptr;
-    std::vector<Entry> entries; // of the pages in this chunk
-    uint64_t bytes = 0;         // so far, of which the first `piped` lie in the pipe
+    std::vector<Entry> entries;  // of the pages in this chunk
+    std::vector<Source> sources; // of each entry; of one kind; none where the pages came here
+    uint64_t bytes = 0;          // so far, of which the first `piped` lie in the pipe
     uint64_t piped = 0;
     uint64_t turn = 0;
     int pipe[2] = {-1, -1};
@@ -51,6 +61,8 @@ class Copier {
     // failed.
     Chunk& next();
     void submit(Chunk& chunk);
+    // Ends the work: who waits for a chunk gets a PagesFailure.
+    void end();
     // Until all that was submitted is in its file. Throws PagesFailure when a worker has failed.
     void wait();
     // Text of the first failure; empty: none.
@@ -61,6 +73,7 @@ class Copier {
   private:
     void work();
     void copy(Chunk& chunk);
+    void fetch(Chunk& chunk);
     void check();
     void wake_all();
 
@@ -74,6 +87,21 @@ class Copier {
     std::string failure_;
     bool ending_ = false;
     std::vector<std::thread> threads_;
+};
+
+// Hands pages that the workers read to a copier, in order of their addresses.
+class Feed {
+  public:
+    Feed(Copier& copier, Output& output) : copier_(copier), output_(output) {}
+    // Throws PagesFailure as Copier::next does.
+    void add(uint64_t address, uint64_t count, Source source);
+    // After all.
+    void end();
+
+  private:
+    Copier& copier_;
+    Output& output_;
+    Chunk* chunk_ = nullptr;
 };
 
 } // namespace pages

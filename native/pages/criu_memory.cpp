@@ -3,12 +3,10 @@
 // containers, the questions take 0.1 to 0.3 s of each dump and restore: there the file is kept in
 // the folder FLOWGPU_CRIU_MEMORY, that flowgpu/host/criu.py has made on a tmpfs.
 //
-// Where FLOWGPU_PAGES_ARE_EARLY is set, pages of tracked memory that were not written since their
-// last copy (tracked.h) are hidden from CRIU, which takes them for pages that the process does not
-// have.
-//
-// And what is known of processes that stand still (standing.h) CRIU gets from there: the list of
-// their mappings, and which pages it has to send. What is not there the kernel is asked.
+// What is known of processes that stand still (standing.h) CRIU gets from there: the list of their
+// mappings, and which pages it has to send. The others it takes for pages that the process does not
+// have. What is not there the kernel is asked. From its answers, pages of tracked memory are taken
+// that were not written since their last copy (tracked.h).
 //
 // Takes nothing but names from the C library it meets, which is the one that CRIU comes with.
 #include <cstdarg>
@@ -146,10 +144,10 @@ const pages::standing::Process* pages_of = nullptr;
 // What CRIU 4.2 asks, if that is what the server has looked up.
 bool is_usual(const pages::scan::Request& request) {
     using namespace pages::scan;
-    constexpr auto kNotOwn = kOfFile | kZeros;
     return request.flags == 0 && request.inverted == kNotOwn && request.all_of == kNotOwn &&
-           request.any_of == (kPresent | kSwapped) && !request.most_pages && pages_of &&
-           pages_of->kinds && !(request.wanted & ~pages_of->kinds);
+           request.any_of == (kPresent | kSwapped) && !request.most_pages &&
+           request.start >= kLowest && request.end <= kHighest && pages_of && pages_of->kinds &&
+           !(request.wanted & ~pages_of->kinds);
 }
 
 int regions_told(pages::scan::Request& request) {
@@ -215,7 +213,7 @@ FGC_EXPORT int ioctl(int fd, unsigned long number, ...) {
     va_start(more, number);
     void* const argument = va_arg(more, void*);
     va_end(more);
-    if (number != pages::scan::kScan || !getenv("FLOWGPU_PAGES_ARE_EARLY"))
+    if (number != pages::scan::kScan || !getenv(pages::standing::kVariable))
         return static_cast<int>(syscall(SYS_ioctl, fd, number, argument));
     using namespace pages::scan;
     if (fd == pages_fd && is_usual(*static_cast<Request*>(argument)))

@@ -4,7 +4,8 @@
 //
 // CRIU alone splices pages into files one after another, and the kernel finds memory for each page
 // of the file meanwhile. Here the files have their pages before the dump begins, several threads
-// copy, and pages of zeros that a restore makes by itself are left out.
+// copy most pages straight from the processes (still.h), and pages of zeros that a restore makes by
+// itself are left out.
 //
 // First makes a file for each process named, of about so many bytes. Where it has a userfaultfd of
 // the process, it copies the process's pages instead, while that runs (tracked.h). It says "ready"
@@ -117,13 +118,15 @@ int run(int count, char** words) {
     fflush(stdout);
     const Totals totals = server.serve();
     printf("{\"files\": %llu, \"bytes\": %llu, \"zero_bytes\": %llu, \"entries\": %llu, "
-           "\"copied_twice\": %llu, \"early_bytes\": %llu, \"compared_bytes\": %llu, "
+           "\"still_bytes\": %llu, \"copied_twice\": %llu, \"early_bytes\": %llu, "
+           "\"compared_bytes\": %llu, "
            "\"mended_bytes\": %llu, \"preparing_seconds\": %.6f, \"seconds\": %.6f, "
            "\"tail_seconds\": %.6f}\n",
            static_cast<unsigned long long>(totals.files),
            static_cast<unsigned long long>(totals.bytes),
            static_cast<unsigned long long>(totals.zero_bytes),
            static_cast<unsigned long long>(totals.entries),
+           static_cast<unsigned long long>(totals.still_bytes),
            static_cast<unsigned long long>(totals.copied_twice),
            static_cast<unsigned long long>(totals.early_bytes),
            static_cast<unsigned long long>(totals.compared_bytes),

@@ -31,12 +31,20 @@ std::string_view field(std::string_view status, std::string_view name) {
     return status.substr(at, status.find('\n', at) - at);
 }
 
+std::string status_of(pid_t pid) {
+    return read_file("/proc/" + std::to_string(pid) + "/status");
+}
+
+bool has_one_number(std::string_view status) {
+    const std::string_view own = field(status, "\nNSpid:\t");
+    return !own.empty() && own.find('\t') == std::string_view::npos;
+}
+
 // Held by a tracer, and of one pid namespace.
 bool is_held(pid_t pid) {
-    std::string status = read_file("/proc/" + std::to_string(pid) + "/status");
-    std::string_view tracer = field(status, "\nTracerPid:\t"), own = field(status, "\nNSpid:\t");
-    return !tracer.empty() && tracer != "0" && !own.empty() &&
-           own.find('\t') == std::string_view::npos;
+    const std::string status = status_of(pid);
+    const std::string_view tracer = field(status, "\nTracerPid:\t");
+    return !tracer.empty() && tracer != "0" && has_one_number(status);
 }
 
 bool starts_with(std::string_view text, std::string_view begin) {
@@ -49,6 +57,15 @@ struct Mapping {
     unsigned long inode;
     std::string_view name;
 };
+
+bool is_anonymous(const Mapping& one) {
+    return one.inode == 0 && (one.name.empty() || one.name == "[heap]" ||
+                              starts_with(one.name, "[stack") || starts_with(one.name, "[anon:"));
+}
+
+bool is_of_device(const Mapping& one) {
+    return starts_with(one.name, "/dev/") && !starts_with(one.name, "/dev/zero");
+}
 
 template <class Take> void each_mapping(pid_t pid, Take take) {
     const std::string text = read_file("/proc/" + std::to_string(pid) + "/maps");
@@ -76,12 +93,33 @@ std::vector<Range> anonymous(pid_t pid) {
     if (!is_held(pid))
         return found;
     each_mapping(pid, [&](const Mapping& one) {
-        const bool anonymous = one.name.empty() || one.name == "[heap]" ||
-                               starts_with(one.name, "[stack") || starts_with(one.name, "[anon:");
-        if (one.access[3] == 'p' && one.inode == 0 && anonymous)
+        if (one.access[3] == 'p' && is_anonymous(one))
             found.push_back(one.range);
     });
     return found;
+}
+
+std::vector<Own> own(pid_t pid) {
+    std::vector<Own> found;
+    each_mapping(pid, [&](const Mapping& one) {
+        const bool file = starts_with(one.name, "/") && !is_of_device(one);
+        if (one.access[3] == 'p' && (file || is_anonymous(one)))
+            found.push_back({one.range, is_anonymous(one)});
+    });
+    return found;
+}
+
+uint64_t first_code(pid_t pid) {
+    uint64_t found = 0;
+    each_mapping(pid, [&](const Mapping& one) {
+        if (!found && one.access[2] == 'x')
+            found = one.range.start;
+    });
+    return found;
+}
+
+bool has_other_number(pid_t pid) {
+    return !has_one_number(status_of(pid));
 }
 
 std::vector<Range> mappings(pid_t pid) {
@@ -93,8 +131,7 @@ std::vector<Range> mappings(pid_t pid) {
 std::vector<Range> writable(pid_t pid) {
     std::vector<Range> found;
     each_mapping(pid, [&](const Mapping& one) {
-        const bool device = starts_with(one.name, "/dev/") && !starts_with(one.name, "/dev/zero");
-        if (one.access[1] == 'w' && one.access[3] == 'p' && !device)
+        if (one.access[1] == 'w' && one.access[3] == 'p' && !is_of_device(one))
             found.push_back(one.range);
     });
     return found;

@@ -20,6 +20,21 @@ std::string read_file(const std::string& path);
 // this number is not the one that is dumped (its number may be that of another pid namespace).
 std::vector<Range> anonymous(pid_t pid);
 
+// Where CRIU finds pages of a process's own, and reads them with the process's memory as it is.
+struct Own {
+    Range range;
+    bool anonymous; // memory without a page reads as zeros
+};
+
+// Private mappings, but for those of devices and of the kernel's code, in order.
+std::vector<Own> own(pid_t pid);
+
+// Where the first mapping begins that may be executed; 0: there is none.
+uint64_t first_code(pid_t pid);
+
+// Says whether a process has another number in a pid namespace of its own.
+bool has_other_number(pid_t pid);
+
 // All mappings of a process, in order.
 std::vector<Range> mappings(pid_t pid);
 

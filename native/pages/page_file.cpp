@@ -2,6 +2,7 @@
 
 #include "fault.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <fcntl.h>
 
@@ -9,6 +10,8 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+#include <vector>
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 // Linux 5.14
@@ -19,6 +22,7 @@ namespace {
 
 using flowgpu::Fault;
 
+constexpr uint64_t kMoved = 1 << 20;
 constexpr flowgpu::WriteFaults kFaults = {Fault::at_pages_full, Fault::at_pages_error,
                                           Fault::at_pages_short};
 
@@ -106,6 +110,17 @@ void PageFile::read(uint64_t offset, char* to, uint64_t bytes) const {
         to += count;
         offset += static_cast<uint64_t>(count);
         bytes -= static_cast<uint64_t>(count);
+    }
+}
+
+// From the end on, since both places may overlap.
+void PageFile::move(uint64_t from, uint64_t to, uint64_t bytes) {
+    std::vector<char> buffer(std::min(bytes, kMoved));
+    while (bytes && from != to) {
+        const uint64_t part = std::min(bytes, kMoved);
+        bytes -= part;
+        read(from + bytes, buffer.data(), part);
+        write(to + bytes, buffer.data(), part);
     }
 }
 

@@ -31,6 +31,11 @@ class PageFile {
     // Into room that was taken. Any thread.
     void write(uint64_t offset, const char* data, uint64_t bytes);
 
+    // Gives all room back that was taken. One thread at a time, as the next one.
+    void restart() { size_ = 0; }
+    // Moves what was written to a later place. Throws PagesFailure.
+    void move(uint64_t from, uint64_t to, uint64_t bytes);
+
     // From where something was written. Any thread. Throws PagesFailure.
     void read(uint64_t offset, char* to, uint64_t bytes) const;
 

@@ -4,6 +4,7 @@
 
 #include "failure.h"
 
+#include <algorithm>
 #include <vector>
 
 namespace pages {
@@ -14,6 +15,30 @@ struct Entry {
     uint64_t address, count; // in pages
     uint32_t flags;
 };
+
+// Calls take(start, end) for the parts of [start, end) in none of `holes`, which are in order.
+template <class Take>
+void without(const std::vector<Entry>& holes, uint64_t start, uint64_t end, Take take) {
+    auto hole =
+        std::upper_bound(holes.begin(), holes.end(), start, [](uint64_t address, const Entry& one) {
+            return address < one.address + one.count * kPage;
+        });
+    for (; start < end && hole != holes.end() && hole->address < end; hole++) {
+        if (start < hole->address)
+            take(start, hole->address);
+        start = std::max(start, hole->address + hole->count * kPage);
+    }
+    if (start < end)
+        take(start, end);
+}
+
+// How many of `count` pages from `address` on `entries` have.
+inline uint64_t pages_in(const std::vector<Entry>& entries, uint64_t address, uint64_t count) {
+    uint64_t others = 0;
+    without(entries, address, address + count * kPage,
+            [&](uint64_t start, uint64_t end) { others += (end - start) / kPage; });
+    return count - others;
+}
 
 // Writes a new file. Throws PagesFailure.
 void write_pagemap(const std::string& path, uint32_t pages_number,

@@ -21,6 +21,9 @@ struct Request {
 constexpr unsigned long kScan = _IOWR('f', 16, Request);
 constexpr uint64_t kProtect = 1 << 0; // of Request::flags: what is found is protected
 
+// What is scanned of a process's memory: what lies elsewhere is asked of the kernel.
+constexpr uint64_t kLowest = 1 << 16, kHighest = (1ull << 47) - 4096;
+
 enum Kind : uint64_t {
     kTracked = 1 << 0, // under asynchronous write protection
     kWritten = 1 << 1, // not protected, or written since
@@ -31,5 +34,8 @@ enum Kind : uint64_t {
     kSoftDirty = 1 << 7,
     kGuard = 1 << 8, // no page, and none may be made there (Linux 6.15)
 };
+
+// What a page is that is not the process's own: CRIU stores all others.
+constexpr uint64_t kNotOwn = kOfFile | kZeros;
 
 } // namespace pages::scan

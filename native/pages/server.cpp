@@ -31,6 +31,10 @@ constexpr unsigned kPieces = 4;             // of a process's pages, for each th
 constexpr uint64_t kMostPages = 1ull << 34; // 64 TiB: more is no message of CRIU
 constexpr int kRestMs = 15000;              // the rest of a message that has begun
 
+uint64_t target_of(pid_t pid) {
+    return static_cast<uint64_t>(pid) << kTargetBits | kProcess;
+}
+
 double seconds_since(Clock::time_point begin) {
     return std::chrono::duration<double>(Clock::now() - begin).count();
 }
@@ -45,6 +49,11 @@ PagesFailure bad_message(const std::string& what) {
     return PagesFailure("CRIU sent " + what + ", which its version 4.2 would not");
 }
 
+// CRIU has failed, as a rule, and its own log says why.
+Gone not_sent(pid_t pid) {
+    return Gone("CRIU has not sent process " + std::to_string(pid));
+}
+
 } // namespace
 
 Server::Server(int socket, const std::string& folder, unsigned threads, Telling telling,
@@ -55,9 +64,16 @@ Server::Server(int socket, const std::string& folder, unsigned threads, Telling 
       next_number_(static_cast<uint32_t>(reserved_.size()) + 1),
       copier_(threads, [socket] { shutdown(socket, SHUT_RDWR); }) {}
 
+Server::~Server() {
+    copier_.end();
+    if (copying_.joinable())
+        copying_.join();
+}
+
 Totals Server::serve() {
     Clock::time_point began, closing;
     await();
+    copy_still();
     try {
         for (bool first = true;; first = false) {
             Header header = receive_header();
@@ -134,25 +150,85 @@ void Server::open(const Header& header) {
     answer(&no_parent, sizeof no_parent);
     // CRIU is at work now; what follows costs no time.
     output_ = &place->second;
-    early_ = nullptr;
     target_ = header.target;
     const char* prefix = kind == kProcess ? "/pagemap-" : "/pagemap-shmem-";
     output_->pagemap = folder_ + prefix + std::to_string(id) + ".img";
-    output_->zeros = kind == kProcess ? anonymous(static_cast<pid_t>(id)) : std::vector<Range>();
-    const auto tracked = kind == kProcess ? tracked_.find(static_cast<pid_t>(id)) : tracked_.end();
-    if (tracked != tracked_.end()) {
-        early_ = &joined_.try_emplace(header.target, *tracked->second, folder_).first->second;
-        output_->file = &early_->rest;
+    const pid_t pid = kind == kProcess ? static_cast<pid_t>(id) : 0;
+    open_apart_ = pid ? apart(pid) : nullptr;
+    if (pid)
+        output_->zeros =
+            open_apart_ && open_apart_->still ? open_apart_->still->zeros() : anonymous(pid);
+    if (open_apart_) {
+        output_->file = &open_apart_->rest;
         return;
     }
-    auto prepared = kind == kProcess ? reserved_.find(static_cast<pid_t>(id)) : reserved_.end();
-    if (prepared != reserved_.end()) {
-        files_.push_back(std::move(prepared->second));
-        reserved_.erase(prepared);
-    } else {
-        files_.push_back(std::make_unique<PageFile>(folder_, next_number_++));
-    }
+    files_.push_back(file_for(pid));
     output_->file = files_.back().get();
+}
+
+// Nothing where we have copied no pages.
+Server::Apart* Server::apart(pid_t pid) {
+    const auto tracked = tracked_.find(pid);
+    const auto still = still_.find(pid);
+    if (tracked == tracked_.end() && still == still_.end())
+        return nullptr;
+    return &apart_
+                .try_emplace(pid, tracked == tracked_.end() ? nullptr : tracked->second.get(),
+                             still == still_.end() ? nullptr : still->second.get(), folder_)
+                .first->second;
+}
+
+// The one that was prepared, or a new one.
+std::unique_ptr<PageFile> Server::file_for(pid_t pid) {
+    const auto prepared = reserved_.find(pid);
+    if (prepared == reserved_.end())
+        return std::make_unique<PageFile>(folder_, next_number_++);
+    std::unique_ptr<PageFile> file = std::move(prepared->second);
+    reserved_.erase(prepared);
+    return file;
+}
+
+void Server::copy_still() {
+    if (has_begun_copying_)
+        return;
+    has_begun_copying_ = true;
+    for (auto one = still_.begin(); one != still_.end();) {
+        if (!runs(one->first)) { // it was killed meanwhile: CRIU stores none of its pages
+            one = still_.erase(one);
+            continue;
+        }
+        one->second->begin(file_for(one->first));
+        totals_.still_bytes += one->second->bytes();
+        one++;
+    }
+    if (still_.empty())
+        return;
+    copying_ = std::thread([this] {
+        try {
+            for (const auto& [pid, one] : still_)
+                one->hand_over(copier_, is_copied_for_nothing_);
+        } catch (const std::exception& error) {
+            copying_failure_ = error.what();
+        }
+    });
+}
+
+// The pages of processes that stand still, with what CRIU has sent of them.
+void Server::join_still() {
+    for (const auto& [pid, one] : still_) {
+        const auto found = apart_.find(pid);
+        if (found == apart_.end()) {
+            if (runs(pid))
+                throw not_sent(pid);
+            continue;
+        }
+        const Output& sent = outputs_.at(target_of(pid));
+        if (!one->join(found->second.sent, sent.entries, found->second.rest))
+            totals_.still_bytes -= one->bytes();
+        files_.push_back(one->take_file());
+        write_pagemap(sent.pagemap, files_.back()->number(), one->output().entries);
+        totals_.entries += one->output().entries.size();
+    }
 }
 
 void Server::add(const Header& header, uint32_t flags) {
@@ -162,9 +238,11 @@ void Server::add(const Header& header, uint32_t flags) {
         header.pages > kMostPages || header.address % kPage)
         throw bad_message("pages that are not in its message");
     uint64_t address = header.address, left = header.pages;
-    if (early_) {
-        early_->sent.push_back({address, left, kPresent});
-        flags = kPresent; // as those have that were copied before, and lie between them
+    if (open_apart_) {
+        open_apart_->sent.push_back({address, left, kPresent});
+        flags = kPresent; // as those have that we copy, and lie between them
+        if (open_apart_->still && open_apart_->still->is_copied(address, left))
+            is_copied_for_nothing_ = true;
     }
     while (left) {
         if (!chunk_) {
@@ -218,14 +296,22 @@ void Server::flush() {
 
 void Server::close() {
     flush();
+    if (copying_.joinable())
+        copying_.join();
+    if (!copying_failure_.empty())
+        throw PagesFailure(copying_failure_);
     copier_.wait();
     settle_tracked();
-    for (auto& [target, output] : outputs_)
-        if (!joined_.count(target))
+    join_still();
+    for (const auto& [target, output] : outputs_)
+        if ((target & ((1u << kTargetBits) - 1)) != kProcess ||
+            !apart_.count(static_cast<pid_t>(target >> kTargetBits)))
             write(output);
     for (auto& file : files_)
         file->finish();
     reserved_.clear(); // of processes that have ended since
+    for (const auto& [pid, one] : still_)
+        apart_.erase(pid);
     const int32_t success = 0;
     answer(&success, sizeof success);
 }
@@ -239,14 +325,13 @@ void Server::write(const Output& output) {
 void Server::settle_tracked() {
     take_commands();
     for (const auto& [pid, tracked] : tracked_) {
-        const uint64_t target = static_cast<uint64_t>(pid) << kTargetBits | kProcess;
-        const auto joined = joined_.find(target);
-        if (joined == joined_.end()) {
+        const auto found = apart_.find(pid);
+        if (found == apart_.end()) {
             if (runs(pid))
-                throw PagesFailure("CRIU has not sent process " + std::to_string(pid));
+                throw not_sent(pid);
             continue;
         }
-        tracked->settle(joined->second.sent, devices_[pid], threads_);
+        tracked->settle(found->second.sent, devices_[pid], threads_);
         totals_.early_bytes += tracked->kept_bytes();
         totals_.compared_bytes += tracked->compared_bytes();
         totals_.mended_bytes += tracked->mended_bytes();
@@ -257,19 +342,20 @@ void Server::settle_tracked() {
 void Server::join_tracked() {
     for (const auto& [pid, tracked] : tracked_)
         tracked->release();
-    for (auto& [target, early] : joined_) {
-        Output& rest = outputs_[target];
+    for (auto& [pid, one] : apart_) {
+        const Output& rest = outputs_.at(target_of(pid));
         Output output;
         output.pagemap = rest.pagemap;
         output.zeros = rest.zeros;
         files_.push_back(std::make_unique<PageFile>(folder_, next_number_++));
         output.file = files_.back().get();
-        early.tracked.hand_over(copier_, output, rest.entries, early.rest);
+        one.tracked->hand_over(copier_, output, rest.entries, one.rest);
         copier_.wait();
         write(output);
         output.file->finish();
     }
     totals_.files = files_.size();
+    totals_.bytes += totals_.still_bytes;
     totals_.zero_bytes = copier_.zero_bytes();
 }
 
@@ -315,6 +401,10 @@ void Server::obey(const std::string& command) {
         pass();
         return;
     }
+    if (command == "copy") {
+        copy_still();
+        return;
+    }
     if (command.compare(0, 5, "look ") != 0)
         throw PagesFailure("no such command: " + command);
     std::vector<pid_t> pids;
@@ -332,11 +422,23 @@ void Server::obey(const std::string& command) {
 }
 
 void Server::pass() {
+    const auto divide = [&](pid_t pid, const std::function<uint64_t(const Range&)>& count) {
+        smaps_.try_emplace(pid, pid).first->second.divide(std::min(threads_, kParts), count);
+    };
     for (const auto& [pid, one] : tracked_) {
         const Tracked& tracked = *one;
-        smaps_.try_emplace(pid, pid).first->second.divide(
-            std::min(threads_, kParts), [&](const Range& range) { return tracked.copied(range); });
+        divide(pid, [&](const Range& range) { return tracked.copied(range); });
     }
+    for (const auto& [pid, file] : reserved_)
+        if (ProcessMemory memory(pid); memory.open()) {
+            std::vector<Entry> found;
+            memory.each_region(kAllMemory, 0, 0, [&](const scan::Region& one) {
+                found.push_back({one.start, (one.end - one.start) / kPage, 0});
+            });
+            divide(pid, [&](const Range& range) {
+                return pages_in(found, range.start, (range.end - range.start) / kPage);
+            });
+        }
     unsigned long long pages = 0;
     for (const auto& [pid, one] : tracked_)
         pages += one->pass(threads_);
@@ -349,22 +451,33 @@ void Server::look(const std::vector<pid_t>& pids) {
     std::vector<std::function<void()>> begins, rest;
     for (const pid_t pid : pids) {
         Smaps& smaps = smaps_.try_emplace(pid, pid).first->second;
+        if (!smaps.parts())
+            smaps.divide(1, [](const Range&) { return 0; });
         for (size_t n = 0; n < smaps.parts(); n++) {
             begins.push_back([&smaps, n] { smaps.begin(n); });
             rest.push_back([&smaps, n] { smaps.end(n); });
         }
     }
+    // CRIU would name them to us by those numbers.
+    const bool has_others = std::any_of(pids.begin(), pids.end(), has_other_number);
     for (const pid_t pid : pids) {
-        const auto found = tracked_.find(pid);
-        if (found == tracked_.end())
+        const auto tracked = tracked_.find(pid);
+        if (tracked == tracked_.end() && has_others)
             continue;
-        Tracked& tracked = *found->second;
-        const size_t parts = tracked.divide(smaps_.at(pid).pieces(kPieces * threads_));
+        ProcessMemory& memory =
+            tracked != tracked_.end()
+                ? tracked->second->memory()
+                : still_.try_emplace(pid, std::make_unique<Still>(pid)).first->second->memory();
+        const size_t parts = memory.divide(smaps_.at(pid).pieces(kPieces * threads_));
         for (size_t n = 0; n < parts; n++)
-            rest.push_back([&tracked, n] { tracked.look(n); });
+            rest.push_back([&memory, n] { memory.look(n); });
     }
     for (const auto* const all : {&begins, &rest})
         in_parallel(threads_, all->size(), [&](size_t n) { (*all)[n](); });
+    for (auto one = still_.begin(); one != still_.end();) {
+        one->second->choose();
+        one = one->second->has_pages() ? std::next(one) : still_.erase(one);
+    }
 }
 
 void Server::tell(const std::vector<pid_t>& pids) {
@@ -384,12 +497,15 @@ void Server::tell(const std::vector<pid_t>& pids) {
         all[n].smaps = add(texts[n].data(), texts[n].size());
         all[n].smaps_bytes = texts[n].size();
         const auto tracked = tracked_.find(pids[n]);
-        if (tracked == tracked_.end())
+        const auto still = still_.find(pids[n]);
+        if (tracked == tracked_.end() && still == still_.end())
             continue;
-        const std::vector<scan::Region> regions = tracked->second->for_criu();
+        const bool is_tracked = tracked != tracked_.end();
+        const std::vector<scan::Region> regions =
+            is_tracked ? tracked->second->for_criu() : still->second->for_criu();
         all[n].regions = add(regions.data(), regions.size() * sizeof regions[0]);
         all[n].region_count = regions.size();
-        all[n].kinds = tracked->second->kinds();
+        all[n].kinds = (is_tracked ? tracked->second->memory() : still->second->memory()).kinds();
     }
     const standing::Head head = {all.size()};
     std::string file(reinterpret_cast<const char*>(&head), sizeof head);

@@ -5,15 +5,22 @@
 // it announces, and waits for an answer to "open" (one byte: no parent image) and "close" (32 bits:
 // the dump's success, as far as it is ours).
 //
-// Where processes are tracked (tracked.h), CRIU sends only what was written since the last pass.
-// What it sends is set aside, and put in its place once the processes may go on. Standard input has
-// commands until CRIU says "close", a line each: "pass" makes a pass, and is answered with "passed"
-// and the count of pages; "device PID START-END" (hexadecimal) tells what a device may have
-// written. "look PID..." comes when these processes stand still: what CRIU is going to ask about
-// their memory is looked up and told to its library (standing.h).
+// Most pages do not come that way. Where processes are tracked (tracked.h), CRIU sends only what
+// was written since the last pass. Pages of the others are copied while all stand still (still.h).
+// What CRIU sends of both is set aside, and put in its place at the end: where they are tracked,
+// once the processes may go on.
+//
+// Standard input has commands until CRIU says "close", a line each:
+// * "pass", while the processes run, makes a pass, and is answered with "passed" and the count of
+//   pages;
+// * "device PID START-END" (hexadecimal) tells what a device may have written;
+// * "look PID..." comes when these processes stand still: what CRIU is going to ask about their
+//   memory is looked up and told to its library (standing.h);
+// * "copy" comes when nobody but CRIU is at work on them: their pages are copied from then on.
 #pragma once
 
 #include "smaps.h"
+#include "still.h"
 #include "tracked.h"
 
 #include <map>
@@ -23,6 +30,7 @@ namespace pages {
 
 struct Totals {
     uint64_t files = 0, bytes = 0, zero_bytes = 0, entries = 0;
+    uint64_t still_bytes = 0;                      // of `bytes`, that CRIU has not sent
     uint64_t copied_twice = 0;                     // bytes that came without a pipe
     uint64_t early_bytes = 0;                      // that were copied while their processes ran
     uint64_t compared_bytes = 0, mended_bytes = 0; // of those
@@ -40,6 +48,7 @@ class Server {
     Server(int socket, const std::string& folder, unsigned threads, Telling telling,
            std::map<pid_t, std::unique_ptr<PageFile>> reserved,
            std::map<pid_t, std::unique_ptr<Tracked>> tracked);
+    ~Server();
 
     // Until CRIU has said "close" and everything is in its files. Throws PagesFailure.
     Totals serve();
@@ -51,10 +60,12 @@ class Server {
     };
     static_assert(sizeof(Header) == 32);
 
-    // What CRIU sends of one process that is tracked.
-    struct Early {
-        Early(Tracked& one, const std::string& folder) : tracked(one), rest(folder) {}
-        Tracked& tracked;
+    // What CRIU sends of one process of which we have copied pages: tracked, or still.
+    struct Apart {
+        Apart(Tracked* one, Still* other, const std::string& folder)
+            : tracked(one), still(other), rest(folder) {}
+        Tracked* tracked;
+        Still* still;
         PageFile rest;
         std::vector<Entry> sent; // with pages of zeros, which are not in the file
     };
@@ -67,6 +78,10 @@ class Server {
     void flush();
     void close();
     void write(const Output& output);
+    Apart* apart(pid_t pid);
+    std::unique_ptr<PageFile> file_for(pid_t pid);
+    void copy_still();
+    void join_still();
     void settle_tracked();
     void join_tracked();
     void await();
@@ -83,13 +98,18 @@ class Server {
     Telling telling_;
     std::map<pid_t, std::unique_ptr<PageFile>> reserved_;
     std::map<pid_t, std::unique_ptr<Tracked>> tracked_;
+    std::map<pid_t, std::unique_ptr<Still>> still_;
+    std::thread copying_;
+    std::atomic<bool> is_copied_for_nothing_{false}; // CRIU sends all
+    std::string copying_failure_;
+    bool has_begun_copying_ = false;
     std::map<pid_t, Smaps> smaps_;
     std::map<pid_t, std::vector<Range>> devices_;
     std::string commands_; // the begin of a line
     std::vector<std::unique_ptr<PageFile>> files_;
     std::map<uint64_t, Output> outputs_; // by target
-    std::map<uint64_t, Early> joined_;   // by target, too
-    Early* early_ = nullptr;             // of the target that is open
+    std::map<pid_t, Apart> apart_;
+    Apart* open_apart_ = nullptr; // of the target that is open
     Output* output_ = nullptr;
     uint64_t target_ = 0;
     Chunk* chunk_ = nullptr;

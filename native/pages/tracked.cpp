@@ -6,7 +6,6 @@
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
 #include <sys/ioctl.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #ifndef UFFD_FEATURE_WP_UNPOPULATED
@@ -19,13 +18,8 @@
 namespace pages {
 namespace {
 
-constexpr uint64_t kLowest = 1 << 16, kHighest = (1ull << 47) - kPage;
-constexpr Range kAll = {kLowest, kHighest};
 constexpr uint64_t kSmall = 64 << 10; // a mapping that CRIU sends as fast as it would be scanned
-constexpr size_t kRegions = 1 << 15;
 constexpr uint64_t kPiece = 16 << 20;
-// What CRIU stores as a page of the process's own.
-constexpr uint64_t kNotOwn = scan::kOfFile | scan::kZeros;
 
 // Each thread has a buffer with room for two chunks.
 char* own_buffer() {
@@ -37,26 +31,10 @@ std::string folder_of(pid_t pid) {
     return "/proc/" + std::to_string(pid) + "/";
 }
 
-// The parts of [start, end) that lie in none of `holes`, which are in order.
-template <class Take>
-void without(const std::vector<Entry>& holes, uint64_t start, uint64_t end, Take take) {
-    auto hole =
-        std::upper_bound(holes.begin(), holes.end(), start, [](uint64_t address, const Entry& one) {
-            return address < one.address + one.count * kPage;
-        });
-    for (; start < end && hole != holes.end() && hole->address < end; hole++) {
-        if (start < hole->address)
-            take(start, hole->address);
-        start = std::max(start, hole->address + hole->count * kPage);
-    }
-    if (start < end)
-        take(start, end);
-}
-
 } // namespace
 
 Tracked::Tracked(pid_t pid, int descriptor, const std::string& folder)
-    : pid_(pid), descriptor_(descriptor), file_(folder) {
+    : pid_(pid), memory_(pid), descriptor_(descriptor), file_(folder) {
     fcntl(descriptor_, F_SETFD, FD_CLOEXEC);
     uffdio_api api = {};
     api.api = UFFD_API;
@@ -64,19 +42,10 @@ Tracked::Tracked(pid_t pid, int descriptor, const std::string& folder)
     if (ioctl(descriptor_, UFFDIO_API, &api) != 0)
         throw system_failure("this kernel does not tell which pages are written (Linux 6.7)",
                              errno);
-    scan::Request nothing = {};
-    nothing.size = sizeof nothing;
-    nothing.wanted = kinds_ | scan::kGuard;
-    if (begin_scan() && ioctl(pagemap_, scan::kScan, &nothing) == 0)
-        kinds_ = nothing.wanted;
 }
 
 Tracked::~Tracked() {
     release();
-    if (pagemap_ >= 0)
-        close(pagemap_);
-    if (memory_ >= 0)
-        close(memory_);
 }
 
 // The kernel ends the protection of all pages with the process's memory locked, so in pieces: the
@@ -94,46 +63,6 @@ void Tracked::release() {
     descriptor_ = -1;
 }
 
-// Opened anew each time: a process that runs another program has other memory.
-bool Tracked::begin_scan() {
-    for (int* fd : {&pagemap_, &memory_}) {
-        if (*fd >= 0)
-            close(*fd);
-        const char* name = fd == &pagemap_ ? "pagemap" : "mem";
-        *fd = open((folder_of(pid_) + name).c_str(), O_RDONLY | O_CLOEXEC);
-    }
-    return pagemap_ >= 0 && memory_ >= 0;
-}
-
-// Pages of its own in a part of its memory that have the kinds `all_of`.
-template <class Found>
-void Tracked::each_region(const Range& part, uint64_t flags, uint64_t all_of, Found found) const {
-    static thread_local std::vector<scan::Region> regions(kRegions);
-    scan::Request request = {};
-    request.size = sizeof request;
-    request.flags = flags;
-    request.end = part.end;
-    request.regions = reinterpret_cast<uint64_t>(regions.data());
-    request.most_regions = kRegions;
-    request.inverted = kNotOwn;
-    request.all_of = kNotOwn | all_of;
-    request.any_of = scan::kPresent | scan::kSwapped;
-    request.wanted = kinds_;
-    size_t count = kRegions;
-    // Where there was room for more, that was all. The kernel's own word (walk_end) is of an
-    // earlier part, where the last one ended without a full buffer.
-    for (request.start = part.start; count == kRegions; request.start = regions.back().end) {
-        const int result = ioctl(pagemap_, scan::kScan, &request);
-        if (result < 0 && errno == ESRCH)
-            return; // it has ended
-        if (result < 0)
-            throw system_failure("cannot scan process " + std::to_string(pid_), errno);
-        count = static_cast<size_t>(result);
-        for (size_t i = 0; i < count; i++)
-            found(regions[i]);
-    }
-}
-
 // Says whether it has pages that are not tracked.
 bool Tracked::is_to_be_tracked(const Range& range) const {
     scan::Region region;
@@ -143,17 +72,18 @@ bool Tracked::is_to_be_tracked(const Range& range) const {
     request.end = range.end;
     request.regions = reinterpret_cast<uint64_t>(&region);
     request.most_regions = request.most_pages = 1;
-    request.inverted = scan::kTracked | kNotOwn;
-    request.all_of = scan::kTracked | scan::kPresent | kNotOwn;
+    request.inverted = scan::kTracked | scan::kNotOwn;
+    request.all_of = scan::kTracked | scan::kPresent | scan::kNotOwn;
     request.wanted = scan::kPresent;
-    return ioctl(pagemap_, scan::kScan, &request) > 0;
+    return memory_.scan(request) > 0;
 }
 
 // What cannot be registered stays for CRIU. A mapping that was moved may have marks of its old
 // place, so they are taken away before it counts as tracked.
 void Tracked::protect_new() {
     for (const Range& range : writable(pid_)) {
-        if (range.end - range.start < kSmall || range.end > kHighest || !is_to_be_tracked(range))
+        if (range.end - range.start < kSmall || range.end > scan::kHighest ||
+            !is_to_be_tracked(range))
             continue;
         uffdio_register wanted = {};
         wanted.range = {range.start, range.end - range.start};
@@ -168,14 +98,14 @@ void Tracked::protect_new() {
 }
 
 uint64_t Tracked::pass(unsigned threads) {
-    if (!begin_scan())
+    if (!memory_.open())
         return 0;
     protect_new();
     std::vector<Piece> pieces;
     uint64_t pages = 0;
     // Only pages that are in memory: marks of other kinds are not pages.
     constexpr uint64_t kFound = scan::kTracked | scan::kWritten | scan::kPresent;
-    each_region(kAll, scan::kProtect, kFound, [&](const scan::Region& region) {
+    memory_.each_region(kAllMemory, scan::kProtect, kFound, [&](const scan::Region& region) {
         pages += (region.end - region.start) / kPage;
         place(region.start, (region.end - region.start) / kPage, pieces);
     });
@@ -241,23 +171,6 @@ template <class Take> void Tracked::each_copied(uint64_t address, uint64_t count
     }
 }
 
-// The bytes from `address` on that could be read.
-uint64_t Tracked::read(uint64_t address, char* to, uint64_t bytes) const {
-    uint64_t done = 0;
-    while (done < bytes) {
-        const iovec here = {to + done, bytes - done};
-        const iovec there = {reinterpret_cast<void*>(address + done), bytes - done};
-        ssize_t count = process_vm_readv(pid_, &here, 1, &there, 1, 0);
-        if (count <= 0) // what the process itself may not read
-            count = pread(memory_, to + done, kPage - (address + done) % kPage,
-                          static_cast<off_t>(address + done));
-        if (count <= 0)
-            break;
-        done += static_cast<uint64_t>(count);
-    }
-    return done;
-}
-
 uint64_t Tracked::copied(const Range& range) const {
     uint64_t pages = 0;
     each_copied(range.start, (range.end - range.start) / kPage,
@@ -273,7 +186,8 @@ void Tracked::copy(const std::vector<Piece>& pieces, unsigned threads) {
         const uint64_t bytes = piece.count * kPage;
         char* const buffer = own_buffer();
         for (uint64_t at = 0; at < bytes;) {
-            const uint64_t done = read(piece.address + at, buffer, bytes - at) / kPage * kPage;
+            const uint64_t done =
+                memory_.read(piece.address + at, buffer, bytes - at) / kPage * kPage;
             file_.write(piece.offset + at, buffer, done);
             at += done;
             if (at < bytes) { // it was unmapped meanwhile
@@ -310,48 +224,31 @@ void Tracked::forget(const std::vector<uint64_t>& pages) {
     }
 }
 
-size_t Tracked::divide(const std::vector<uint64_t>& begins) {
-    parts_.clear();
-    if (!begin_scan())
-        return 0;
-    uint64_t start = kLowest;
-    for (const uint64_t begin : begins)
-        if (begin > start && begin < kHighest) {
-            parts_.push_back({{start, begin}, {}});
-            start = begin;
-        }
-    parts_.push_back({{start, kHighest}, {}});
-    return parts_.size();
-}
-
-void Tracked::look(size_t part) {
-    Part& one = parts_[part];
-    each_region(one.range, 0, 0, [&](const scan::Region& region) { one.found.push_back(region); });
-}
-
 // What is protected was not written since it was copied. What is swapped out or only a mark CRIU
 // looks at itself.
 std::vector<scan::Region> Tracked::for_criu() const {
     std::vector<scan::Region> found;
-    for (const Part& part : parts_)
-        for (const scan::Region& region : part.found)
-            if ((region.categories & (scan::kTracked | scan::kWritten | scan::kPresent)) !=
-                (scan::kTracked | scan::kPresent))
-                found.push_back(region);
+    memory_.each_found([&](const scan::Region& region) {
+        if ((region.categories & (scan::kTracked | scan::kWritten | scan::kPresent)) !=
+            (scan::kTracked | scan::kPresent))
+            found.push_back(region);
+    });
     return found;
 }
 
 void Tracked::settle(const std::vector<Entry>& sent, std::vector<Range> devices, unsigned threads) {
     kept_.clear();
-    if (parts_.empty()) {
-        if (divide({}) == 0)
+    if (!memory_.is_divided()) {
+        if (memory_.divide({}) == 0)
             throw PagesFailure("process " + std::to_string(pid_) + " has ended");
-        look(0);
+        memory_.look(0);
     }
     std::vector<Piece> late;
     std::vector<Range> kept;
     uint64_t least = 0;
-    const auto keep = [&](const scan::Region& region) {
+    memory_.each_found([&](const scan::Region& region) {
+        if (!(region.categories & scan::kTracked))
+            return;
         without(sent, region.start, region.end, [&](uint64_t start, uint64_t end) {
             kept.push_back({start, end});
             // CRIU lets the threads run, so the kernel writes where they have their processor's
@@ -361,11 +258,7 @@ void Tracked::settle(const std::vector<Entry>& sent, std::vector<Range> devices,
             if (region.categories & scan::kPresent)
                 least += end - start;
         });
-    };
-    for (const Part& part : parts_)
-        for (const scan::Region& region : part.found)
-            if (region.categories & scan::kTracked)
-                keep(region);
+    });
     copy(late, threads);
     for (const Range& range : kept)
         each_copied(range.start, (range.end - range.start) / kPage, [&](const Piece& piece) {
@@ -375,7 +268,7 @@ void Tracked::settle(const std::vector<Entry>& sent, std::vector<Range> devices,
     if (kept_bytes_ < least)
         throw PagesFailure("process " + std::to_string(pid_) + " has pages that cannot be read");
     if (all_by_devices_)
-        devices = {{kLowest, kHighest}};
+        devices = {kAllMemory};
     compare(devices, threads);
 }
 
@@ -396,7 +289,7 @@ void Tracked::compare(const std::vector<Range>& devices, unsigned threads) {
         const uint64_t bytes = piece.count * kPage;
         char* const buffer = own_buffer();
         char* const copy = buffer + kChunk;
-        if (read(piece.address, buffer, bytes) != bytes)
+        if (memory_.read(piece.address, buffer, bytes) != bytes)
             throw PagesFailure("pages of process " + std::to_string(pid_) + " cannot be read");
         file_.read(piece.offset, copy, bytes);
         compared += bytes;
@@ -411,37 +304,18 @@ void Tracked::compare(const std::vector<Range>& devices, unsigned threads) {
 
 void Tracked::hand_over(Copier& copier, Output& output, const std::vector<Entry>& sent,
                         const PageFile& sent_file) const {
-    Chunk* chunk = nullptr;
-    const auto add = [&](uint64_t address, uint64_t count, uint32_t flags, const PageFile& file,
-                         uint64_t offset) {
-        while (count) {
-            if (!chunk) {
-                chunk = &copier.next();
-                chunk->output = &output;
-            }
-            const uint64_t most = std::min(count, (kChunk - chunk->bytes) / kPage);
-            chunk->entries.push_back({address, most, flags});
-            file.read(offset, chunk->buffer.get() + chunk->bytes, most * kPage);
-            chunk->bytes += most * kPage;
-            address += most * kPage, offset += most * kPage, count -= most;
-            if (chunk->bytes == kChunk) {
-                copier.submit(*chunk);
-                chunk = nullptr;
-            }
-        }
-    };
+    Feed feed(copier, output);
     auto kept = kept_.begin();
     uint64_t offset = 0;
     for (const Entry& entry : sent) {
         for (; kept != kept_.end() && kept->address < entry.address; kept++)
-            add(kept->address, kept->count, kPresent, file_, kept->offset);
-        add(entry.address, entry.count, kPresent, sent_file, offset);
+            feed.add(kept->address, kept->count, {nullptr, &file_, kept->offset});
+        feed.add(entry.address, entry.count, {nullptr, &sent_file, offset});
         offset += entry.count * kPage;
     }
     for (; kept != kept_.end(); kept++)
-        add(kept->address, kept->count, kPresent, file_, kept->offset);
-    if (chunk)
-        copier.submit(*chunk);
+        feed.add(kept->address, kept->count, {nullptr, &file_, kept->offset});
+    feed.end();
 }
 
 } // namespace pages

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "copier.h"
-#include "scan.h"
+#include "process_memory.h"
 
 #include <map>
 #include <set>
@@ -33,15 +33,10 @@ class Tracked {
     // Pages in a range that were copied.
     uint64_t copied(const Range& range) const;
 
-    // The process is stopped: what its pages are is looked up in parts, which begin at these
-    // places. Gives how many parts there are; 0: it has ended.
-    size_t divide(const std::vector<uint64_t>& begins);
-    // Any thread. Throws PagesFailure.
-    void look(size_t part);
-    // After all parts: pages that CRIU has to send, in order of their addresses.
+    // The process is stopped: its pages are looked up in there.
+    ProcessMemory& memory() { return memory_; }
+    // After that: pages that CRIU has to send, in order of their addresses.
     std::vector<scan::Region> for_criu() const;
-    // That the kernel is asked about.
-    uint64_t kinds() const { return kinds_; }
 
     // The process is stopped, and CRIU has sent these pages (in order of their addresses).
     // `devices`: what a device may have written. Throws PagesFailure.
@@ -59,10 +54,6 @@ class Tracked {
     uint64_t mended_bytes() const { return mended_bytes_; }
 
   private:
-    struct Part {
-        Range range;
-        std::vector<scan::Region> found;
-    };
     struct Place {
         uint64_t count, offset; // pages, and where they are in the file
     };
@@ -72,26 +63,19 @@ class Tracked {
 
     void protect_new();
     bool is_to_be_tracked(const Range& range) const;
-    template <class Found>
-    void each_region(const Range& part, uint64_t flags, uint64_t all_of, Found found) const;
-    bool begin_scan();
     void place(uint64_t address, uint64_t count, std::vector<Piece>& pieces);
     template <class Take> void each_copied(uint64_t address, uint64_t count, Take take) const;
     void copy(const std::vector<Piece>& pieces, unsigned threads);
     void forget(const std::vector<uint64_t>& pages);
     void compare(const std::vector<Range>& devices, unsigned threads);
-    uint64_t read(uint64_t address, char* to, uint64_t bytes) const;
     bool reads_past_the_cache() const;
 
     pid_t pid_;
+    ProcessMemory memory_;
     int descriptor_;
-    int pagemap_ = -1, memory_ = -1;
-    uint64_t kinds_ =
-        scan::kPresent | scan::kSwapped | scan::kWritten | scan::kTracked | scan::kSoftDirty;
     PageFile file_;
     std::map<uint64_t, Place> copied_; // by address
     std::vector<Range> registered_;
-    std::vector<Part> parts_;
     std::vector<Piece> kept_;
     bool all_by_devices_ = false;
     uint64_t kept_bytes_ = 0, compared_bytes_ = 0, mended_bytes_ = 0;

@@ -26,11 +26,15 @@ def test_a_fault_leaves_the_job_or_nothing(lane: str) -> None:
     assert {row.action for row in rows} == set(ACTIONS)
 
 
-def test_a_job_is_left_running_where_nothing_is_told_of_memory_that_stands_still() -> None:
+@pytest.mark.parametrize(
+    ("action", "engine"), [("leave-running", "replay"), ("pause-and-dump", "native")]
+)
+def test_an_image_is_made_where_nothing_is_told_of_memory_that_stands_still(
+    action: str, engine: str
+) -> None:
     faults = {Fault.LOOK_DIES: True, Fault.LOOK_UNTOLD: False}
     with tempfile.TemporaryDirectory(prefix="fg-") as folder:
-        actions = ("leave-running",)
-        rows, _ = run("emulated", Path(folder), [*faults], [2], "replay", actions=actions)
+        rows, _ = run("emulated", Path(folder), [*faults], [2], engine, actions=(action,))
     assert [row for row in rows if not is_right(row)] == []
     assert {row.fault: bool(row.error) for row in rows} == faults
 

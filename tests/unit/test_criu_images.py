@@ -149,11 +149,20 @@ def test_threads_in_the_image(criu: Criu, start: StartJob, tmp_path: Path) -> No
     thread = criu_images.thread_ids(tmp_path)[2]
     path = tmp_path / f"core-{thread}.img"
     (core,) = criu_entries.messages(path, "core_entry")
-    core.thread_info.fpregs.xsave.xstate_bv |= 1 << 18 | 1 << 40
-    data = core.SerializeToString()
-    path.write_bytes(path.read_bytes()[:8] + len(data).to_bytes(4, "little") + data)
+    registers = core.thread_info.fpregs.xsave
+
+    def write() -> None:
+        data = core.SerializeToString()
+        path.write_bytes(path.read_bytes()[:8] + len(data).to_bytes(4, "little") + data)
+
+    registers.xstate_bv |= 1 << 18 | 1 << 40
+    write()
     found = criu_images.unsaved_registers(tmp_path)
     assert found == (thread, "AMX tiles, state component 40")
+    for rights, known in ((0x55555554, []), (0, []), (0x55555550, [job.pid])):
+        registers.pkru[:] = [rights]
+        write()
+        assert criu_images.with_protection_keys(tmp_path) == known
 
 
 def test_a_process_with_protection_keys_is_known(

@@ -135,6 +135,8 @@ def mappings(path: Path) -> list[dict[str, Any]]:
 
 def pages_of_files(folder: Path, name: str) -> dict[int, bytes]:
     """The first page of each mapping that may be executed, as its file has it, by address."""
+    if not (folder / name.replace("pagemap", "mm")).exists():
+        return {}  # shared memory
     files = {
         entry["id"]: entry["reg"]["name"]
         for entry in criu_entries.load(folder / "files.img")

@@ -151,7 +151,6 @@ def test_criu_gets_what_is_told_and_the_kernels_answer_where_nothing_is(
             env=os.environ
             | {
                 "LD_PRELOAD": str(launch.library_dir() / MEMORY_LIBRARY),
-                "FLOWGPU_PAGES_ARE_EARLY": "1",
                 STANDING: f"{file} {hears}",
             },
             pass_fds=(file, hears),
