@@ -35,7 +35,7 @@ from tests.emu.test_checkpoint import (
     runs,
     runtime_dir,
 )
-from tests.emu.test_suspend import free_bytes
+from tests.emu.test_suspend import free_bytes, wait_warm
 from tests.unit.coordinator_job import wait_for
 
 PROGRAM = """
@@ -311,8 +311,10 @@ def test_managed_memory_leaves_the_device_though_the_context_stays(
     copy of what is read mostly stays on the device."""
     size = (192 if engine == "replay" else 96) << 20
     words = [sys.executable, "-c", ON_THE_DEVICE, str(tmp_path)]
-    job = runs("on-device", words, "", "--engine", engine)
+    # The ghost that stays with the contexts has one too: here it is there from the start.
+    job = runs("on-device", words, "", "--engine", engine, "--ghost", "warm")
     job.wait_lines(1)
+    wait_warm(job)
     before = free_bytes()
     for words in (("suspend", "--keep-context"), ("resume",)) * 2:
         done = flowgpu(words[0], job.name, *words[1:])

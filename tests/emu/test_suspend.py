@@ -85,6 +85,12 @@ def resume(run: Run, *options: str) -> dict[str, Any]:
     return ask("resume", run.name, *options)
 
 
+def wait_warm(run: Run) -> None:
+    """Wait until its ghost has contexts."""
+    log = Registry().dir(Registry().find(run.name).id).coordinator_log
+    wait_for(lambda: "has contexts on GPUs" in log.read_text(), "the warm ghost", SECONDS)
+
+
 def state(run: Run) -> str:
     return Registry().find(run.name).state
 
@@ -222,8 +228,7 @@ def test_with_its_context_kept_a_job_gives_all_blocks_back(runs: Any) -> None:
     # The ghost that stays has a context too: here it is there from the start.
     run = runs("kept", command("segments"), "", "--engine", "replay", "--ghost", "warm")
     run.wait_lines(5)
-    log = Registry().dir(Registry().find(run.name).id).coordinator_log
-    wait_for(lambda: "has contexts on GPUs" in log.read_text(), "the warm ghost", SECONDS)
+    wait_warm(run)
     before = free_bytes()
     found = suspend(run, "--keep-context")
     wait_for(lambda: free_bytes() >= before + found["gpu_bytes_freed"], "the blocks' memory")

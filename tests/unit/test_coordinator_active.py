@@ -150,7 +150,8 @@ def test_pages_are_prepared_for_what_is_live_and_what_nobody_knows(
         at = (base >> live.GRANULE_BITS) + (granule * gib >> live.GRANULE_BITS)
         os.pwrite(shared, b"\xff", live.SEEN_AT + at // 8)
     with greet(tmp_path, page(), os.dup(shared)):
-        shared_parts = Shared(None, None, plan=Plan(CheckpointOptions(tmp_path)))
+        job = SimpleNamespace(gpu="emulated")
+        shared_parts = Shared(job, None, plan=Plan(CheckpointOptions(tmp_path)))
         group = TaskGroup(shared_parts, lambda action: None)
         group.tasks = [greeted(channel)]
         blocks = [wire.Block(i, base + i * gib, gib, 0, 0, 0, 0) for i in range(50)]
@@ -193,7 +194,7 @@ def test_who_is_of_another_version_is_refused_once_in_the_log(
 
 def test_a_task_that_has_ended_is_not_called_unreachable(tmp_path: Path) -> None:
     """A worker ends in the moment in which it is looked at: its root folder goes first."""
-    job = SimpleNamespace(name="job")
+    job = SimpleNamespace(name="job", gpu="emulated")
     shared = Shared(job, None, plan=Plan(CheckpointOptions(tmp_path)))
     group = TaskGroup(shared, lambda action: None)
     with subprocess.Popen(["true"]) as process:
