@@ -211,9 +211,9 @@ struct flowgpu_hello {
     // but has all that it had, and needs OPEN alone; else 0.
     uint32_t resumed;
     uint32_t device_count;
-    // Not 0: the job was started for the engine replay; ASK says whether it can. 3: with LEND, KEEP or
-    // STRIP after it, and FLOWGPU_MAPBACK_BYTES_TO_COME; less: a task of an older library, which is
-    // only asked for HANDOVER, STRIP and a MAPBACK behind the copy.
+    // Not 0: the job was started for the engine replay; ASK says whether it can. 3: with LEND, KEEP
+    // or STRIP after it, and FLOWGPU_MAPBACK_BYTES_TO_COME; less: a task of an older library, which
+    // is only asked for HANDOVER, STRIP and a MAPBACK behind the copy.
     uint32_t replay;
     uint32_t reserved0;
     // By which others know this task as the owner of blocks: 128 random bits, the same for its
