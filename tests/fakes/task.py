@@ -48,7 +48,7 @@ OTHER = os.environ.get("FAKE_TASK_OTHER", "")  # what is of another version: wir
 ENDING = "FAKE_TASK_ENDING" in os.environ
 FILL = os.environ.get("FAKE_TASK_FILL", "")
 REPLAY = os.environ.get("FLOWGPU_REPLAY") == "1"
-# What of the engine replay it says that it can: 3 is a lie as to KEEP.
+# It says that it can so much of the engine replay. 3 is a lie as to KEEP.
 CAN = int(os.environ.get("FAKE_TASK_CAN", "1"))
 UNPREPARED = "the job was started with --engine native"
 # What replay cannot save: asked for it, or at the gate only.

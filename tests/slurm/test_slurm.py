@@ -88,7 +88,9 @@ def preempted(job: Job, expected: list[str]) -> None:
 def test_a_preempted_job_is_requeued_and_goes_on_to_its_end(
     submit: Callable[..., Job], expected: list[str]
 ) -> None:
-    preempted(submit(), expected)
+    job = submit()
+    preempted(job, expected)
+    assert job.lines == expected
 
 
 @pytest.fixture
@@ -133,7 +135,9 @@ def test_a_preempted_job_of_two_nodes_goes_on_on_both(
 
 def test_a_job_requeues_itself_where_slurm_does_not(expected: list[str], tmp_path: Path) -> None:
     with cluster(nodes=1, without=("RequeueExit", "CliFilterPlugins")) as slurm:
-        preempted(Job(slurm, tmp_path, script="requeue.sh"), expected)
+        job = Job(slurm, tmp_path, script="requeue.sh")
+        preempted(job, expected)
+    assert job.lines == expected
 
 
 def test_a_job_that_is_told_of_its_time_limit_goes_on_in_another_turn(
@@ -210,9 +214,11 @@ def test_a_cancelled_job_leaves_nothing_that_runs(
     record = Registry().find(f"job-{job.number}")
     slurm.ask("scancel", job.number)
     slurm.wait_state(job.number, "CANCELLED")
-    for pid, start in (
+    processes = (
         (record.root_pid, record.root_start),
         (record.coordinator_pid, record.coordinator_start),
         (record.keeper_pid, record.keeper_start),
-    ):
+    )
+    for pid, start in processes:
         wait_for(lambda pid=pid, start=start: not is_process(pid, start), "its end", SECONDS)
+    assert not any(is_process(pid, start) for pid, start in processes)
