@@ -110,7 +110,7 @@ class Checkpoint(Pause):
         self._cpu = CpuSide(self._shared, self._group, self._copy)
         self._manifest: Manifest | None = None
         self._pack_seconds: float | None = None
-        self._why_taken = ""
+        self._why_taken = self._why_waits = ""
         self._of_service = False
 
     def _actions(self) -> dict[Phase, Callable[[], None]]:
@@ -158,7 +158,8 @@ class Checkpoint(Pause):
                 fits = self._copy.prepare_to_hold()
                 group.drain(fits)
                 if not fits:
-                    self._refuse_cow("the GPU has no room for a copy of what is in use")
+                    self._why_waits = "the GPU has no room for a copy of what is in use"
+                    self._refuse_cow(self._why_waits)
         self._cpu.pages.ready(shared.left(POPULATE_SECONDS))
         self._cpu.refuse_sandboxes()
         if self._cpu.pages.why_not_early:
@@ -194,19 +195,17 @@ class Checkpoint(Pause):
         self._cpu.start_pages(lambda more: writer.need(beside + more, self._job.name))
 
     def _spared(self, needed: int, size: int) -> int:
-        """Bytes of so many that are needed which replicas will not take, if there is too little
-        without that. Raises NotEnoughDisk."""
+        """Bytes of so many that are needed which the copy will not take, if there is too little
+        without that: zeros, and what is there twice. Raises NotEnoughDisk."""
         try:
             self._shared.image.need(needed, self._job.name)
             return 0
         except NotEnoughDisk:
-            several = len(wanted_gpus(self._group.tasks)) > 1 and not self._plan.late
-            if not several or self._plan.recopies or "dedup" not in self._options.reductions:
+            expected = self._expected() if size else None
+            if expected is None:
                 raise
-        found: list[int] = []
-        self._unless_full(lambda: found.append(self._copy.expect()))
-        # What is in use changes until all stands still.
-        spared = max(size - self._copy.linked_bytes - sum(found) * 5 // 4, 0) if found else 0
+        copies = 2 if self._plan.recopies else 1
+        spared = max(copies * (size - expected) - self._copy.linked_bytes, 0)
         self._shared.image.need(needed - spared, self._job.name)
         return spared
 
@@ -422,7 +421,7 @@ class Checkpoint(Pause):
             # None: it was not left running, or its GPUs waited until the copy was out.
             "mode": self._manifest.mode or None,
             "rung": self._manifest.rung or None,
-            "rung_reason": self._cpu.pages.why_not_early or self._why_taken,
+            "rung_reason": self._cpu.pages.why_not_early or self._why_taken or self._why_waits,
             **{f"{what}_seconds": self._manifest.left_running.get(what) for what in LEFT_RUNNING},
             "gpus": len(self._manifest.gpus),
             "total_seconds": time.monotonic() - self._began,

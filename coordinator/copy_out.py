@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 POPULATE_SECONDS = 30.0
 CANCEL_SECONDS = 10.0
 USUAL_MARGIN = 2
+CHANGING = 1.25
+"""How much more than was expected may be in use when all stands still."""
 MOST_PASSES = 5
 SHRINKING = 0.7
 """A pass that copies more of what the one before has copied is the last one."""
@@ -54,6 +56,7 @@ class CopyOut:
         self._report = report
         self.linked_bytes = 0
         self._usual_bytes: int | None = None
+        self._most_bytes: int | None = None
         self.before_bytes = 0
         """Copied while the job ran."""
         self.indexes: dict[int, int] = {}
@@ -99,9 +102,13 @@ class CopyOut:
         command = commands.PrepareCopy(self._to(), active, in_use, most, seconds)
         shared.link.ask(command, shared.deadline)
 
-    def expect(self) -> int:
-        """Bytes that will be stored, about; what several GPUs have counts once. Takes a while."""
-        return self._shared.link.ask(commands.Expect(self._to()), self._shared.deadline).bytes
+    def expect(self, active: str | None) -> int:
+        """Bytes that will be stored of these parts of blocks, at most; None: of all. What several
+        GPUs have counts once. Takes a while; `prepare` makes no more then."""
+        command = commands.Expect(self._to(), active)
+        found = self._shared.link.ask(command, self._shared.deadline).bytes
+        self._most_bytes = int(found * CHANGING)
+        return self._most_bytes
 
     def copy_before(self, active: Callable[[], str], gpus: int, passes: int = MOST_PASSES) -> bool:
         """Copy to links of the image what is in use and they do not have, again and again until the
@@ -156,8 +163,11 @@ class CopyOut:
         return self.held
 
     def _most_to_prepare(self) -> int:
-        """Less than could be stored, where images before this one say what a period changes."""
+        """Less than could be stored, where `expect` has looked, or images before this one say what
+        a period changes."""
         usual, size = self._usual_bytes, self._shared.table.total_bytes()
+        if self._most_bytes is not None:
+            size = min(size, self._most_bytes)
         return size if usual is None else min(size, USUAL_MARGIN * usual + SPARE_BYTES)
 
     def forget_files(self) -> None:

@@ -269,6 +269,7 @@ class Expect(Command[Size]):
     """Look how much a copy would store, about."""
 
     target: Target
+    active: str | None  # as in CopyBefore
 
 
 @message

@@ -25,7 +25,7 @@ from coordinator.process import alive
 from coordinator.session import SPARE_BYTES, Progress, RunningJob, wanted_gpus
 from coordinator.tasks import DYING_SECONDS
 from flowgpu import timeline, wire
-from flowgpu.errors import FlowError, GpuFull, NothingToSuspend
+from flowgpu.errors import FlowError, GpuFull, NotEnoughMemory, NothingToSuspend
 from flowgpu.host import memory
 from flowgpu.jobs import JobDir
 from flowgpu.options import SuspendOptions
@@ -99,8 +99,18 @@ class Suspension(Pause):
         gpus, most = len(wanted_gpus(group.tasks)), group.in_use() + SPARE_BYTES
         if shared.table.total_bytes():
             place = self._host.place
-            kept = 0 if place else max(most - self._host.held(), 0)
-            need(kept + plan_for(place, gpus, most).arena)
+
+            def needed(size: int) -> int:
+                kept = 0 if place else max(size - self._host.held(), 0)
+                return kept + plan_for(place, gpus, most).arena
+
+            try:
+                need(needed(most))
+            except NotEnoughMemory:
+                expected = self._expected()
+                if expected is None:
+                    raise
+                need(needed(expected + SPARE_BYTES))
             self._prepare_copy(gpus)
         if self._keeps:
             self._refuse_late()

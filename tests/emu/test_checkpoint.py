@@ -43,6 +43,20 @@ WORKLOADS = (
 )
 # Each costs the processor up to 50 ms.
 STEPS, STEP_DELAY = 28, 0.15
+RESERVED = 768 << 20
+RESERVE = """
+import os, runpy, sys
+from cuda.bindings import driver
+size = int(sys.argv[1])
+driver.cuInit(0)
+context = driver.cuDevicePrimaryCtxRetain(0)[1]
+driver.cuCtxSetCurrent(context)
+result, block = driver.cuMemAlloc(size)
+assert int(result) == 0 and int(driver.cuMemsetD8(block, 0, size)[0]) == 0
+del sys.argv[:2]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 FEW_STEPS = 8
 
 
@@ -83,6 +97,13 @@ def command(workload: str, **options: object) -> list[str]:
     words = {"steps": STEPS, "step-delay": STEP_DELAY, **options}
     arguments = [word for key, value in words.items() for word in (f"--{key}", str(value))]
     return [sys.executable, str(ROOT / "workloads" / f"{workload}.py"), *arguments]
+
+
+def reserving() -> list[str]:
+    """A workload, in a process that takes RESERVED bytes at its start and lets them be, as JAX
+    does."""
+    python, *words = command("nbody")
+    return [python, "-c", RESERVE, str(RESERVED), *words]
 
 
 def flowgpu(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
@@ -471,6 +492,29 @@ def test_too_little_disk_is_found_before_the_pause(runs: Any, tmp_path: Path) ->
         assert run.lines == undisturbed("modules")
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+@pytest.mark.parametrize("mode", ["", "recopy"])
+def test_what_is_reserved_and_not_written_needs_no_disk(
+    mode: str, runs: Any, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512m", "none", small], check=True)
+    try:
+        run = runs("reserves", reserving(), "", "--engine", "replay")
+        run.wait_lines(5)
+        words = ["--mode", mode] if mode else []
+        done = flowgpu("pause-and-dump", run.name, "--output", small / "image", "--json", *words)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["gpu_bytes_reserved"] >= RESERVED > 100 * report["gpu_bytes_stored"]
+        assert run.end() == 75
+        restored = flowgpu("restore", small / "image")
+        assert restored.returncode == 0, restored.stderr
+        assert run.lines + restored.stdout.splitlines() == undisturbed("nbody")
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
 
 
 def test_flipped_gpu_data_is_refused_and_nothing_runs(runs: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ restore takes more than is left, the kernel ends what can be done without, and n
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -19,10 +20,12 @@ from flowgpu.image.reader import Image
 from flowgpu.jobs import RUNNING, Registry
 from tests.emu.test_checkpoint import (
     FLOWGPU,
+    RESERVED,
     ROOT,
     SECONDS,
     command,
     flowgpu,
+    reserving,
     runs,
     runtime_dir,
     undisturbed,
@@ -185,6 +188,22 @@ def test_a_suspension_that_needs_more_than_is_left_is_refused_by_name(
     assert flowgpu("resume", run.name).returncode == 0
     assert run.end() == 0
     assert run.lines == expected
+
+
+def test_what_is_reserved_and_not_written_needs_no_memory(group: Group, runs: Any) -> None:
+    with group.starts():
+        run = runs("reserves", reserving(), "", "--engine", "replay")
+    run.wait_lines(5)
+    _load_all(run)
+    group.limit(800 * MIB)  # for the ghost, its arena and what may change meanwhile
+    done = flowgpu("suspend", run.name, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["gpu_bytes_reserved"] >= RESERVED > 100 * report["gpu_bytes_stored"]
+    assert flowgpu("resume", run.name).returncode == 0
+    assert group.killed == 0
+    assert run.end() == 0
+    assert run.lines == undisturbed(WORKLOAD)
 
 
 def test_a_restore_with_too_little_memory_leaves_nothing_and_the_image(
