@@ -98,7 +98,7 @@ def look(pids: Iterable[int]) -> Found:
     held: dict[int, tuple[int, int]] = {}
     for pid in pids:
         for fd, target in fd_targets(pid):
-            if target.startswith("socket:["):
+            if target.startswith("socket:[") and _may_be_tcp(pid, fd):
                 held[int(target[8:-1])] = pid, fd
     lines = _lines(pids[0]) if held else []
     if not any(int(line[9]) in held for line in lines):
@@ -133,6 +133,15 @@ def look(pids: Iterable[int]) -> Found:
             within = _port(peer.local) in listening
             (found.waiting if within else found.outside).append(connection)
     return found
+
+
+def _may_be_tcp(pid: int, fd: int) -> bool:
+    """What a socket says of itself. The kernel's table takes milliseconds where there is memory for
+    many connections, and jobs have sockets of other kinds."""
+    try:
+        return b"TCP" in os.getxattr(f"{PROC}/{pid}/fd/{fd}", "system.sockprotoname")
+    except OSError:
+        return True
 
 
 def closed(pid: int) -> list[Row]:

@@ -26,7 +26,7 @@ constexpr unsigned kMost = 1 << 20; // a library that never says that it is down
 unsigned times = 0;             // that it was initialised before leave()
 std::atomic<uint32_t> away = 0; // since; also the futex word
 
-// The library, if the program has loaded it. The service thread alone calls it for us.
+// The library, if the program has loaded it. One thread of ours at a time calls it.
 class Library {
   public:
     Library() : handle_(dlopen(kLibrary, RTLD_NOW | RTLD_NOLOAD)) {}

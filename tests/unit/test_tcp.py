@@ -77,6 +77,25 @@ def test_both_ends_of_a_connection_within_are_a_pair(server: socket.socket) -> N
         assert (found.outside, found.waiting, found.leaving) == ([], [], [])
 
 
+def test_a_process_without_tcp_sockets_has_none_in_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def table(pid: int) -> list[list[str]]:
+        raise AssertionError(f"the table of process {pid} is read, which takes milliseconds")
+
+    monkeypatch.setattr(tcp, "_lines", table)
+    command = [
+        sys.executable,
+        "-c",
+        "import socket; pair = socket.socketpair(); print(flush=True); input()",
+    ]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout and process.stdout.readline()
+        assert tcp.look([process.pid]).ends == []
+        process.communicate(b"\n")
+
+
 def test_a_client_by_ipv4_of_a_server_by_ipv6_is_one_too() -> None:
     listen = {"family": socket.AF_INET6, "dualstack_ipv6": True}
     with (

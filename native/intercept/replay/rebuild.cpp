@@ -351,6 +351,17 @@ bool rewind_driver(char* detail, size_t bytes, bool* lost, Laps& laps) {
     return rewind::strip(keep.data(), keep.size(), detail, bytes, lost, lose_memory, &laps);
 }
 
+// Keeps what is in the driver's memory alone, while NVML ends. After a failure NVML comes back with
+// the gate (service.cpp).
+bool keep_and_leave(FirstFailure& fail, Laps& laps) {
+    Helpers beside(1, [](size_t) { nvml::leave(); });
+    const bool good = keep_all(fail);
+    laps.add("variables");
+    beside.wait_for_all();
+    laps.add("NVML");
+    return good;
+}
+
 } // namespace
 
 bool stripped() {
@@ -360,11 +371,8 @@ bool stripped() {
 bool keep(char* detail, size_t bytes) {
     FirstFailure fail(detail, bytes);
     Laps laps;
-    if (!keep_all(fail))
+    if (!keep_and_leave(fail, laps))
         return false;
-    laps.add("variables");
-    nvml::leave();
-    laps.add("NVML");
     rewind::before_copy();
     kept = true;
     laps.tell(detail, bytes);
@@ -394,11 +402,8 @@ bool become_copy() {
 bool strip(char* detail, size_t bytes, bool* lost) {
     FirstFailure fail(detail, bytes);
     Laps laps;
-    if (!keep_all(fail))
+    if (!keep_and_leave(fail, laps))
         return false;
-    laps.add("variables");
-    nvml::leave();
-    laps.add("NVML");
     std::lock_guard<std::mutex> lock(registry().mutex);
     if (!rewind_driver(detail, bytes, lost, laps)) {
         if (!*lost)
