@@ -32,7 +32,7 @@ EXTENTS = (commands.Extent("a", "b", 7, None), commands.Extent("c", "d", 8, (3, 
 MESSAGES: list[Any] = [
     commands.Hello(),
     commands.Room((0, 1)),
-    commands.Expect(TARGET),
+    commands.Expect(TARGET, None),
     commands.CopyBefore(PLAN, None, "links", (), 0, 1.5),
     commands.PrepareFill(PLAN, {3: commands.FillFiles(None, 0, 1 << 21, EXTENTS)}),
     commands.Fill(3, poison=True),
