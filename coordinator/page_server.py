@@ -10,6 +10,7 @@ from pathlib import Path
 from flowgpu.errors import FlowError
 from flowgpu.host import criu_images
 from flowgpu.host.pages import END_SECONDS, NONE, PageServer, PageStats, PagesUnavailable
+from flowgpu.image.manifest import Inherited
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,12 @@ class Pages:
         """After a dump that went well. Raises PagesUnavailable when the server says otherwise."""
         if self._server is not None and self._stats is None:
             self._stats = self._server.stats(seconds)
+
+    @property
+    def inherited(self) -> tuple[Inherited, ...]:
+        """Pages that processes have of their parents; after `finish`."""
+        found = self._stats.inherited if self._stats else {}
+        return tuple(Inherited(process=int(pid), bytes=size) for pid, size in found.items())
 
     def report(self, criu_dir: Path) -> None:
         """Log what CRIU and the server have counted, outside the pause."""

@@ -158,6 +158,7 @@ def write_manifest(facts: Facts) -> m.Manifest:
         open_files=cpu.open_files,
         memory_files=tuple(cpu.files.files),
         links=tuple(cpu.files.links),
+        inherited=cpu.pages.inherited,
         packed=tuple(packed),
         assembled=assembled,
     )

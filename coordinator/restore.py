@@ -229,7 +229,8 @@ class Restore:
         with ThreadPoolExecutor(max_workers=4) as pool:
             criu = pool.submit(Criu.locate)
             folder = self._job.directory / "criu-view"
-            view = pool.submit(criu_view.make, self._criu_dir, folder)
+            needed = bool(self._manifest.inherited)
+            view = pool.submit(criu_view.make, self._criu_dir, folder, needed=needed)
             created = pool.submit(self._create_memory, opened)
             filled = pool.submit(lambda: self._fill_memory(created.result()))
             try:
@@ -245,7 +246,7 @@ class Restore:
                 self._link.kill()
                 raise
             finally:
-                if cut := view.result():
+                if not view.exception() and (cut := view.result()):
                     cut.remove()
                 shutil.rmtree(self._changed_dir, ignore_errors=True)
             filled.result()

@@ -78,6 +78,9 @@ _COMMON_OPTIONS = (
     "--tcp-established",
     "--manage-cgroups=ignore",
 )
+_LOG_LEVELS = {"dump": 4, "restore": 2}
+"""Of a dump the lines before an error say of which process it is. A restore writes its number into
+each line, and a line for each page that forked processes have in common."""
 _GHOST_LIMIT_BYTES = 64 << 30
 
 
@@ -504,7 +507,7 @@ class Criu:
         # A folder without any stands in for its default one.
         return [
             *(str(self.program), verb, *_COMMON_OPTIONS, *_user_options()),
-            *("--images-dir", str(images_dir), "--log-file", log, "-v4"),
+            *("--images-dir", str(images_dir), "--log-file", log, f"-v{_LOG_LEVELS[verb]}"),
             *("--libdir", str(plugins or images_dir)),
         ]
 

@@ -22,6 +22,7 @@ from flowgpu.errors import ImageDamaged
 MAGIC_BYTES = 8  # two magic numbers, before the messages of a file
 _FILE_SHARED = 1 << 7  # of a mapping's status: of a file, and shared
 _FILE = _FILE_SHARED | 1 << 6
+_IN_PARENT = 1  # flags of a pagemap entry: the page is not in the file
 _TIMERFD = 12  # of a file's entry
 # The processor's mask XSTATE_BV says which register sets a thread uses. CRIU has a place for these
 # bits of it: all sets up to the protection keys.
@@ -468,11 +469,13 @@ def _rearmed(timer: Message, data: bytes) -> bytes:
 
 
 def page_runs(pagemap: Path) -> tuple[str, list[tuple[int, int]]]:
-    """Name of the file with a process's pages, and its runs: number of the first page in the
+    """Name of the file with a process's pages, and the runs in it: number of the first page in the
     address space, and how many there are."""
     head, *entries = messages(pagemap)
     return f"pages-{head.number(1)}.img", [
-        (entry.number(1) // mmap.PAGESIZE, entry.number(5)) for entry in entries
+        (entry.number(1) // mmap.PAGESIZE, entry.number(5))
+        for entry in entries
+        if entry.number(4) != _IN_PARENT
     ]
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgpu import launch
+from flowgpu.errors import CriuFailed
 from flowgpu.host.proctree import end_before_others, how_ended, task_states
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class View:
         """What CRIU does not read."""
         self.cut: int = lacks["cut"]
         """How many processes have mappings that are cut for CRIU (native/pages/mappings.h)."""
+        self.inherits: bool = lacks["inherits"]
+        """True where CRIU cannot do without the view: pages of a process are with its parent."""
         self.seconds = seconds
         self._program = program
 
@@ -93,10 +96,11 @@ class View:
                 time.sleep(0.0005)
 
 
-def make(images: Path, folder: Path) -> View | None:
+def make(images: Path, folder: Path, *, needed: bool = False) -> View | None:
     """Make `folder`, which must not exist; None, and no folder, when there is nothing to gain.
 
     The images need not have been checked: what is wrong with them is said in the log, and is None.
+    Raises CriuFailed instead where the view is `needed`: pages of a process are with its parent.
     """
     began = time.monotonic()
     try:
@@ -114,14 +118,20 @@ def make(images: Path, folder: Path) -> View | None:
         line = program.stdout.readline()
         if line.endswith(b"\n"):
             view = View(folder, program, json.loads(line), time.monotonic() - began)
-            if view.pids or view.cut:
+            if view.pids or view.cut or view.inherits:
                 return view
             program.communicate()
+            reason = "the images have no such pages"
         else:
-            log.warning("CRIU reads all pages itself: %s", _reason(program))
+            reason = _reason(program)
+            log.warning("CRIU reads all pages itself: %s", reason)
     except OSError as error:
-        log.warning("CRIU reads all pages itself: %s", error)
+        reason = str(error)
+        log.warning("CRIU reads all pages itself: %s", reason)
     shutil.rmtree(folder, ignore_errors=True)
+    if needed:
+        cause = f"the pages that processes have of their parents cannot be found: {reason}"
+        raise CriuFailed(action="restore", cause=cause)
     return None
 
 

@@ -55,6 +55,7 @@ class PageStats:
     copied by itself.
 
     `early_bytes` were copied before; of those some were compared, and some of them mended.
+    `inherited` has the bytes, by process id, that are in the file of its parent alone.
     `seconds` begin with CRIU's first message; for `tail_seconds` of them CRIU had sent all.
     """
 
@@ -67,6 +68,7 @@ class PageStats:
     early_bytes: int
     compared_bytes: int
     mended_bytes: int
+    inherited: dict[str, int]
     preparing_seconds: float
     seconds: float
     tail_seconds: float

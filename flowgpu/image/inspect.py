@@ -60,6 +60,7 @@ def summary(path: Path) -> dict[str, Any]:
         "ghost": manifest.ghost,
         "cpu_bytes": counts.cpu_bytes,
         "cpu_bytes_linked": manifest.linked_page_bytes,
+        "cpu_bytes_inherited": manifest.inherited_bytes,
         "image_bytes": counts.image_bytes,
         "allocations": counts.allocations,
         "tasks": [

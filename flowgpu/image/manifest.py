@@ -45,6 +45,7 @@ OPTIONAL: dict[str, Any] = {
     "links": [],
     "imports": [],
     "peers": [],
+    "inherited": [],
 }
 """Fields that are there only where they are something else, as older readers refuse them."""
 
@@ -289,6 +290,14 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class Inherited:
+    """Bytes of the pages that a process has in common with its parent, whose file has them."""
+
+    process: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Assembled:
     """A file that is not there: its page table says where its pages are. Bytes, digest of it."""
 
@@ -343,6 +352,7 @@ class Manifest:
     open_files: tuple[OpenFile, ...] = ()
     memory_files: tuple[MemoryFile, ...] = ()
     links: tuple[Link, ...] = ()
+    inherited: tuple[Inherited, ...] = ()
     packed: tuple[Packed, ...] = ()
     assembled: tuple[Assembled, ...] = ()
 
@@ -352,6 +362,11 @@ class Manifest:
         listed = {entry.path for entry in self.files}
         links = takewhile(listed.__contains__, map(layout.pages_link, count()))
         return (layout.PAGES_DATA, *links) if self.assembled else ()
+
+    @property
+    def inherited_bytes(self) -> int:
+        """Bytes of pages that processes have in common with their parents."""
+        return sum(one.bytes for one in self.inherited)
 
     @property
     def linked_bytes(self) -> int:
@@ -499,6 +514,10 @@ def _check_processes(manifest: Manifest) -> None:
     _require(len(set(tasks)) == len(tasks), "a task twice")
     streams = sorted(manifest.pipes)
     _require(streams == ["stderr", "stdout"], f"pipes {streams}")
+    heirs = [one.process for one in manifest.inherited]
+    _require(set(heirs) <= set(pids) and len(set(heirs)) == len(heirs), f"heirs {heirs}")
+    whole = all(one.bytes and one.bytes % layout.PAGE_BYTES == 0 for one in manifest.inherited)
+    _require(whole, "inherited bytes that are no pages")
     for name in manifest.pipes.values():
         _require(re.fullmatch(r"pipe:\[[0-9]+\]", name) is not None, f"pipe {name!r}")
 

@@ -19,6 +19,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <set>
 #include <thread>
 
 namespace pages {
@@ -42,14 +43,18 @@ void run(const std::string& images, const std::string& folder) {
     const View view = make_view(images, folder);
     const std::vector<Fill>& fills = view.fills;
     uint64_t bytes = 0;
-    std::string pids;
+    std::set<pid_t> processes;
     for (const Fill& fill : fills) {
         for (const Run& run : fill.runs)
             bytes += run.bytes;
-        pids += (pids.empty() ? "" : ", ") + std::to_string(fill.pid);
+        processes.insert(fill.pid);
     }
-    printf("{\"pids\": [%s], \"bytes\": %llu, \"cut\": %zu}\n", pids.c_str(),
-           static_cast<unsigned long long>(bytes), view.cut.size());
+    std::string pids;
+    for (const pid_t pid : processes)
+        pids += (pids.empty() ? "" : ", ") + std::to_string(pid);
+    printf("{\"pids\": [%s], \"bytes\": %llu, \"cut\": %zu, \"inherits\": %s}\n", pids.c_str(),
+           static_cast<unsigned long long>(bytes), view.cut.size(),
+           view.inherits ? "true" : "false");
     fflush(stdout);
     if (fills.empty())
         return;

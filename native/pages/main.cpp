@@ -63,30 +63,42 @@ void populate(const std::vector<Piece>& pieces, unsigned threads) {
         pieces[n].file->set_populated(pieces[n].offset + pieces[n].bytes);
 }
 
-using AllTracked = std::map<pid_t, std::unique_ptr<Tracked>>;
-
 // Until few pages are written between two passes, or it is clear that there will be more.
 void copy_early(const AllTracked& tracked, unsigned threads) {
     uint64_t pages = kFewPages + 1;
     for (int pass = 0; pass < kMostPasses && pages > kFewPages; pass++) {
-        pages = 0;
-        for (const auto& [pid, one] : tracked)
-            pages += one->pass(threads);
+        pages = pass_all(tracked, threads);
     }
+}
+
+// What processes have in common with their parents needs no room.
+void leave_out_common(std::map<pid_t, uint64_t>& sizes, unsigned threads) {
+    std::vector<pid_t> pids;
+    for (const auto& [pid, bytes] : sizes)
+        pids.push_back(pid);
+    by_generation(threads, generations(pids), [&](const Kin& kin, unsigned) {
+        uint64_t& bytes = sizes.at(kin.pid);
+        if (kin.parent)
+            bytes -= std::min(bytes, common_pages(kin.pid, kin.parent) * kPage);
+    });
 }
 
 Files prepare(const std::string& folder, unsigned threads, int count, char** words,
               AllTracked& tracked) {
     Files files;
     std::vector<Piece> pieces;
+    std::map<pid_t, uint64_t> sizes;
     for (int i = 0; i < count; i++) {
         char* end;
         const pid_t pid = static_cast<pid_t>(strtol(words[i], &end, 10));
         const uint64_t bytes = strtoull(*end == ':' ? end + 1 : end, &end, 10) / kPage * kPage;
-        if (*end == ':') {
+        if (*end == ':')
             tracked[pid] = std::make_unique<Tracked>(pid, atoi(end + 1), folder);
-            continue;
-        }
+        else
+            sizes[pid] = bytes;
+    }
+    leave_out_common(sizes, threads);
+    for (const auto& [pid, bytes] : sizes) {
         auto file = std::make_unique<PageFile>(folder, static_cast<uint32_t>(files.size()) + 1);
         if (bytes && file->reserve(bytes))
             for (uint64_t at = 0; at < bytes; at += kPiece)
@@ -117,11 +129,15 @@ int run(int count, char** words) {
     puts("ready");
     fflush(stdout);
     const Totals totals = server.serve();
+    std::string inherited;
+    for (const auto& [pid, bytes] : totals.inherited)
+        inherited += (inherited.empty() ? "\"" : ", \"") + std::to_string(pid) +
+                     "\": " + std::to_string(bytes);
     printf("{\"files\": %llu, \"bytes\": %llu, \"zero_bytes\": %llu, \"entries\": %llu, "
            "\"still_bytes\": %llu, \"copied_twice\": %llu, \"early_bytes\": %llu, "
            "\"compared_bytes\": %llu, "
-           "\"mended_bytes\": %llu, \"preparing_seconds\": %.6f, \"seconds\": %.6f, "
-           "\"tail_seconds\": %.6f}\n",
+           "\"mended_bytes\": %llu, \"inherited\": {%s}, \"preparing_seconds\": %.6f, "
+           "\"seconds\": %.6f, \"tail_seconds\": %.6f}\n",
            static_cast<unsigned long long>(totals.files),
            static_cast<unsigned long long>(totals.bytes),
            static_cast<unsigned long long>(totals.zero_bytes),
@@ -130,8 +146,8 @@ int run(int count, char** words) {
            static_cast<unsigned long long>(totals.copied_twice),
            static_cast<unsigned long long>(totals.early_bytes),
            static_cast<unsigned long long>(totals.compared_bytes),
-           static_cast<unsigned long long>(totals.mended_bytes), preparing, totals.seconds,
-           totals.tail);
+           static_cast<unsigned long long>(totals.mended_bytes), inherited.c_str(), preparing,
+           totals.seconds, totals.tail);
     fflush(stdout);
     return 0;
 }

@@ -118,6 +118,11 @@ uint64_t first_code(pid_t pid) {
     return found;
 }
 
+pid_t parent_of(pid_t pid) {
+    const std::string status = status_of(pid);
+    return static_cast<pid_t>(strtol(std::string(field(status, "\nPPid:\t")).c_str(), nullptr, 10));
+}
+
 bool has_other_number(pid_t pid) {
     return !has_one_number(status_of(pid));
 }

@@ -32,6 +32,9 @@ std::vector<Own> own(pid_t pid);
 // Where the first mapping begins that may be executed; 0: there is none.
 uint64_t first_code(pid_t pid);
 
+// The process that it is a child of; 0: none, or it has ended.
+pid_t parent_of(pid_t pid);
+
 // Says whether a process has another number in a pid namespace of its own.
 bool has_other_number(pid_t pid);
 

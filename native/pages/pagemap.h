@@ -9,7 +9,11 @@
 
 namespace pages {
 
-enum PageFlag : uint32_t { kLazy = 2, kPresent = 4 };
+enum PageFlag : uint32_t {
+    kInParent = 1, // not in the file: its parent process has it at this address (inherited.h)
+    kLazy = 2,
+    kPresent = 4,
+};
 
 struct Entry {
     uint64_t address, count; // in pages
@@ -32,12 +36,31 @@ void without(const std::vector<Entry>& holes, uint64_t start, uint64_t end, Take
         take(start, end);
 }
 
+// Calls take(start, end) for the parts of [start, end) in `entries`, which are in order.
+template <class Take>
+void within(const std::vector<Entry>& entries, uint64_t start, uint64_t end, Take take) {
+    uint64_t inside = start;
+    without(entries, start, end, [&](uint64_t from, uint64_t to) {
+        if (inside < from)
+            take(inside, from);
+        inside = to;
+    });
+    if (inside < end)
+        take(inside, end);
+}
+
 // How many of `count` pages from `address` on `entries` have.
 inline uint64_t pages_in(const std::vector<Entry>& entries, uint64_t address, uint64_t count) {
     uint64_t others = 0;
     without(entries, address, address + count * kPage,
             [&](uint64_t start, uint64_t end) { others += (end - start) / kPage; });
     return count - others;
+}
+
+// By their addresses.
+inline void sort(std::vector<Entry>& entries) {
+    std::sort(entries.begin(), entries.end(),
+              [](const Entry& a, const Entry& b) { return a.address < b.address; });
 }
 
 // Writes a new file. Throws PagesFailure.

@@ -5,6 +5,12 @@
 #include <unistd.h>
 
 namespace pages {
+namespace {
+
+// Bits of a word of /proc/PID/pagemap (Documentation/admin-guide/mm/pagemap.rst).
+constexpr uint64_t kIsPresent = 1ull << 63, kIsAlone = 1ull << 56, kFrame = (1ull << 55) - 1;
+
+} // namespace
 
 void ProcessMemory::close_files() {
     for (int* fd : {&pagemap_, &memory_}) {
@@ -35,40 +41,85 @@ bool ProcessMemory::open() {
     return false;
 }
 
-uint64_t ProcessMemory::read(uint64_t address, char* to, uint64_t bytes) const {
-    uint64_t done = 0;
-    while (done < bytes) {
-        const iovec here = {to + done, bytes - done};
-        const iovec there = {reinterpret_cast<void*>(address + done), bytes - done};
-        ssize_t count = process_vm_readv(pid_, &here, 1, &there, 1, 0);
-        if (count <= 0) // what the process itself may not read
-            count = pread(memory_, to + done, kPage - (address + done) % kPage,
-                          static_cast<off_t>(address + done));
-        if (count <= 0)
-            break;
-        done += static_cast<uint64_t>(count);
+void ProcessMemory::words(uint64_t address, uint64_t count, uint64_t* to) const {
+    const ssize_t bytes =
+        pread(pagemap_, to, count * sizeof *to, static_cast<off_t>(address / kPage * sizeof *to));
+    const uint64_t known = bytes > 0 ? static_cast<uint64_t>(bytes) / sizeof *to : 0;
+    std::fill(to + known, to + count, 0);
+}
+
+void ProcessMemory::frames(uint64_t address, uint64_t count, uint64_t* to) const {
+    words(address, count, to);
+    for (uint64_t n = 0; n < count; n++)
+        to[n] = to[n] & kIsPresent ? to[n] & kFrame : 0;
+}
+
+// process_vm_readv(2) is the fastest, but gives a process a copy of its own of each page that it
+// has in common with another (gup_must_unshare in the kernel). Its file `mem` does not.
+template <class Take>
+void ProcessMemory::each_part(uint64_t address, uint64_t count, Take take) const {
+    constexpr uint64_t kPages = 512;
+    uint64_t found[kPages];
+    while (count) {
+        const uint64_t part = std::min(count, kPages);
+        words(address, part, found);
+        const auto is_common = [&](uint64_t n) {
+            return (found[n] & (kIsPresent | kIsAlone)) == kIsPresent;
+        };
+        for (uint64_t n = 0, end; n < part; n = end) {
+            for (end = n + 1; end < part && is_common(end) == is_common(n);)
+                end++;
+            take(address + n * kPage, (end - n) * kPage, is_common(n));
+        }
+        address += part * kPage, count -= part;
     }
-    return done;
+}
+
+uint64_t ProcessMemory::read(uint64_t address, char* to, uint64_t bytes) const {
+    uint64_t at = address;
+    each_part(address, bytes / kPage, [&](uint64_t start, uint64_t size, bool common) {
+        while (at >= start && at < start + size) {
+            const uint64_t left = start + size - at;
+            char* const place = to + (at - address);
+            const iovec here = {place, left};
+            const iovec there = {reinterpret_cast<void*>(at), left};
+            ssize_t count = common ? 0 : process_vm_readv(pid_, &here, 1, &there, 1, 0);
+            if (count <= 0) // the process itself may not read it, where it is not common
+                count = pread(memory_, place, common ? left : kPage, static_cast<off_t>(at));
+            if (count <= 0)
+                return;
+            at += static_cast<uint64_t>(count);
+        }
+    });
+    return at - address;
 }
 
 void ProcessMemory::read(const std::vector<Entry>& entries, char* to) const {
-    std::vector<iovec> there;
+    struct Part {
+        uint64_t address, size;
+        char* to;
+    };
+    std::vector<Part> alone, rest;
+    std::vector<iovec> here, there;
     uint64_t bytes = 0;
-    for (const Entry& entry : entries) {
-        there.push_back({reinterpret_cast<void*>(entry.address), entry.count * kPage});
-        bytes += entry.count * kPage;
-    }
-    const iovec here = {to, bytes};
-    if (process_vm_readv(pid_, &here, 1, there.data(), there.size(), 0) !=
-        static_cast<ssize_t>(bytes)) {
-        char* part = to;
-        for (const Entry& entry : entries) {
-            if (read(entry.address, part, entry.count * kPage) != entry.count * kPage)
-                throw PagesFailure("process " + std::to_string(pid_) +
-                                   " has pages that cannot be read");
-            part += entry.count * kPage;
-        }
-    }
+    char* place = to;
+    for (const Entry& entry : entries)
+        each_part(entry.address, entry.count, [&](uint64_t start, uint64_t size, bool common) {
+            (common ? rest : alone).push_back({start, size, place});
+            if (!common) {
+                here.push_back({place, size});
+                there.push_back({reinterpret_cast<void*>(start), size});
+                bytes += size;
+            }
+            place += size;
+        });
+    if (bytes && process_vm_readv(pid_, here.data(), here.size(), there.data(), there.size(), 0) !=
+                     static_cast<ssize_t>(bytes))
+        rest.insert(rest.end(), alone.begin(), alone.end());
+    for (const Part& part : rest)
+        if (read(part.address, part.to, part.size) != part.size)
+            throw PagesFailure("process " + std::to_string(pid_) +
+                               " has pages that cannot be read");
     put_kept(entries, to);
 }
 

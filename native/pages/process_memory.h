@@ -32,6 +32,8 @@ class ProcessMemory {
 
     // Any thread. The bytes from `address` on that could be read.
     uint64_t read(uint64_t address, char* to, uint64_t bytes) const;
+    // Any thread, after `open`. The frames of so many pages; 0: there is none, or it is not told.
+    void frames(uint64_t address, uint64_t count, uint64_t* to) const;
     // Reads a page now, so that who reads pages later finds there what it has now.
     void keep(uint64_t address);
     // Any thread. Pages that may lie apart. Throws PagesFailure.
@@ -57,6 +59,10 @@ class ProcessMemory {
     };
 
     void close_files();
+    // Words of /proc/PID/pagemap; 0 where it has none.
+    void words(uint64_t address, uint64_t count, uint64_t* to) const;
+    // Calls take(address, bytes, is_common) for the parts of a range, in order.
+    template <class Take> void each_part(uint64_t address, uint64_t count, Take take) const;
     void put_kept(const std::vector<Entry>& entries, char* to) const;
 
     pid_t pid_;

@@ -1,7 +1,6 @@
 #include "server.h"
 
 #include "fault.h"
-#include "parallel.h"
 #include "standing.h"
 
 #include <fcntl.h>
@@ -30,6 +29,24 @@ constexpr unsigned kParts =
 constexpr unsigned kPieces = 4;             // of a process's pages, for each thread
 constexpr uint64_t kMostPages = 1ull << 34; // 64 TiB: more is no message of CRIU
 constexpr int kRestMs = 15000;              // the rest of a message that has begun
+
+template <class Value> std::vector<pid_t> pids_of(const std::map<pid_t, Value>& all) {
+    std::vector<pid_t> pids;
+    for (const auto& [pid, value] : all)
+        pids.push_back(pid);
+    return pids;
+}
+
+std::vector<Kin> joined(const std::vector<std::vector<Kin>>& all) {
+    std::vector<Kin> found;
+    for (const std::vector<Kin>& kin : all)
+        found.insert(found.end(), kin.begin(), kin.end());
+    return found;
+}
+
+bool is_in(const std::vector<pid_t>& pids, pid_t pid) {
+    return std::find(pids.begin(), pids.end(), pid) != pids.end();
+}
 
 uint64_t target_of(pid_t pid) {
     return static_cast<uint64_t>(pid) << kTargetBits | kProcess;
@@ -198,11 +215,17 @@ void Server::copy_still() {
             continue;
         }
         one->second->begin(file_for(one->first));
-        totals_.still_bytes += one->second->bytes();
         one++;
     }
     if (still_.empty())
         return;
+    kin_ = generations(pids_of(still_));
+    by_generation(threads_, kin_, [&](const Kin& kin, unsigned) {
+        if (kin.parent)
+            still_.at(kin.pid)->inherit(*still_.at(kin.parent));
+    });
+    for (const auto& [pid, one] : still_)
+        totals_.still_bytes += one->bytes();
     copying_ = std::thread([this] {
         try {
             for (const auto& [pid, one] : still_)
@@ -215,19 +238,25 @@ void Server::copy_still() {
 
 // The pages of processes that stand still, with what CRIU has sent of them.
 void Server::join_still() {
-    for (const auto& [pid, one] : still_) {
-        const auto found = apart_.find(pid);
+    for (const Kin& kin : joined(kin_)) {
+        const auto next = still_.find(kin.pid);
+        if (next == still_.end())
+            continue;
+        Still* const one = next->second.get();
+        const auto found = apart_.find(kin.pid);
         if (found == apart_.end()) {
-            if (runs(pid))
-                throw not_sent(pid);
+            if (runs(kin.pid))
+                throw not_sent(kin.pid);
             continue;
         }
-        const Output& sent = outputs_.at(target_of(pid));
+        const Output& sent = outputs_.at(target_of(kin.pid));
+        const uint64_t bytes = one->bytes();
         if (!one->join(found->second.sent, sent.entries, found->second.rest))
-            totals_.still_bytes -= one->bytes();
+            totals_.still_bytes -= bytes;
         files_.push_back(one->take_file());
-        write_pagemap(sent.pagemap, files_.back()->number(), one->output().entries);
-        totals_.entries += one->output().entries.size();
+        Output output = one->output();
+        output.pagemap = sent.pagemap;
+        write(output, lists_.add(kin, output.entries, one->inherited(), output.zeros));
     }
 }
 
@@ -241,7 +270,7 @@ void Server::add(const Header& header, uint32_t flags) {
     if (open_apart_) {
         open_apart_->sent.push_back({address, left, kPresent});
         flags = kPresent; // as those have that we copy, and lie between them
-        if (open_apart_->still && open_apart_->still->is_copied(address, left))
+        if (open_apart_->still && open_apart_->still->is_chosen(address, left))
             is_copied_for_nothing_ = true;
     }
     while (left) {
@@ -306,7 +335,7 @@ void Server::close() {
     for (const auto& [target, output] : outputs_)
         if ((target & ((1u << kTargetBits) - 1)) != kProcess ||
             !apart_.count(static_cast<pid_t>(target >> kTargetBits)))
-            write(output);
+            write(output, output.entries);
     for (auto& file : files_)
         file->finish();
     reserved_.clear(); // of processes that have ended since
@@ -316,22 +345,28 @@ void Server::close() {
     answer(&success, sizeof success);
 }
 
-void Server::write(const Output& output) {
-    write_pagemap(output.pagemap, output.file->number(), output.entries);
-    totals_.entries += output.entries.size();
+void Server::write(const Output& output, const std::vector<Entry>& entries) {
+    write_pagemap(output.pagemap, output.file->number(), entries);
+    totals_.entries += entries.size();
 }
 
 // The processes are still stopped.
 void Server::settle_tracked() {
     take_commands();
+    tracked_kin_ = generations(pids_of(tracked_));
+    for (const Kin& kin : joined(tracked_kin_))
+        if (!apart_.count(kin.pid) && runs(kin.pid))
+            throw not_sent(kin.pid);
+    by_generation(threads_, tracked_kin_, [&](const Kin& kin, unsigned threads) {
+        const auto found = apart_.find(kin.pid);
+        if (found == apart_.end())
+            return;
+        const auto devices = devices_.find(kin.pid);
+        tracked_.at(kin.pid)->settle(
+            found->second.sent, devices == devices_.end() ? std::vector<Range>() : devices->second,
+            threads, apart_.count(kin.parent) ? tracked_.at(kin.parent).get() : nullptr);
+    });
     for (const auto& [pid, tracked] : tracked_) {
-        const auto found = apart_.find(pid);
-        if (found == apart_.end()) {
-            if (runs(pid))
-                throw not_sent(pid);
-            continue;
-        }
-        tracked->settle(found->second.sent, devices_[pid], threads_);
         totals_.early_bytes += tracked->kept_bytes();
         totals_.compared_bytes += tracked->compared_bytes();
         totals_.mended_bytes += tracked->mended_bytes();
@@ -342,8 +377,12 @@ void Server::settle_tracked() {
 void Server::join_tracked() {
     for (const auto& [pid, tracked] : tracked_)
         tracked->release();
-    for (auto& [pid, one] : apart_) {
-        const Output& rest = outputs_.at(target_of(pid));
+    for (const Kin& kin : joined(tracked_kin_)) {
+        const auto found = apart_.find(kin.pid);
+        if (found == apart_.end())
+            continue;
+        const Apart& one = found->second;
+        const Output& rest = outputs_.at(target_of(kin.pid));
         Output output;
         output.pagemap = rest.pagemap;
         output.zeros = rest.zeros;
@@ -351,9 +390,10 @@ void Server::join_tracked() {
         output.file = files_.back().get();
         one.tracked->hand_over(copier_, output, rest.entries, one.rest);
         copier_.wait();
-        write(output);
+        write(output, lists_.add(kin, output.entries, one.tracked->inherited(), output.zeros));
         output.file->finish();
     }
+    totals_.inherited = lists_.inherited();
     totals_.files = files_.size();
     totals_.bytes += totals_.still_bytes;
     totals_.zero_bytes = copier_.zero_bytes();
@@ -439,9 +479,7 @@ void Server::pass() {
                 return pages_in(found, range.start, (range.end - range.start) / kPage);
             });
         }
-    unsigned long long pages = 0;
-    for (const auto& [pid, one] : tracked_)
-        pages += one->pass(threads_);
+    const unsigned long long pages = pass_all(tracked_, threads_);
     printf("passed %llu\n", pages);
     fflush(stdout);
 }
@@ -478,6 +516,10 @@ void Server::look(const std::vector<pid_t>& pids) {
         one->second->choose();
         one = one->second->has_pages() ? std::next(one) : still_.erase(one);
     }
+    by_generation(threads_, generations(pids_of(tracked_)), [&](const Kin& kin, unsigned) {
+        if (kin.parent && is_in(pids, kin.pid) && is_in(pids, kin.parent))
+            tracked_.at(kin.pid)->spare(*tracked_.at(kin.parent));
+    });
 }
 
 void Server::tell(const std::vector<pid_t>& pids) {

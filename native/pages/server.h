@@ -19,6 +19,7 @@
 // * "copy" comes when nobody but CRIU is at work on them: their pages are copied from then on.
 #pragma once
 
+#include "inherited.h"
 #include "smaps.h"
 #include "still.h"
 #include "tracked.h"
@@ -34,6 +35,7 @@ struct Totals {
     uint64_t copied_twice = 0;                     // bytes that came without a pipe
     uint64_t early_bytes = 0;                      // that were copied while their processes ran
     uint64_t compared_bytes = 0, mended_bytes = 0; // of those
+    std::map<pid_t, uint64_t> inherited;           // bytes that are in a parent's file alone
     double seconds = 0, tail = 0; // from the first message to the last answer; of it after "close"
 };
 
@@ -77,7 +79,7 @@ class Server {
     void fetch(Chunk& chunk, uint64_t bytes);
     void flush();
     void close();
-    void write(const Output& output);
+    void write(const Output& output, const std::vector<Entry>& entries);
     Apart* apart(pid_t pid);
     std::unique_ptr<PageFile> file_for(pid_t pid);
     void copy_still();
@@ -109,6 +111,8 @@ class Server {
     std::vector<std::unique_ptr<PageFile>> files_;
     std::map<uint64_t, Output> outputs_; // by target
     std::map<pid_t, Apart> apart_;
+    std::vector<std::vector<Kin>> kin_, tracked_kin_; // of those that stand still, and tracked
+    Lists lists_;
     Apart* open_apart_ = nullptr; // of the target that is open
     Output* output_ = nullptr;
     uint64_t target_ = 0;

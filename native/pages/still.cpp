@@ -35,23 +35,35 @@ void Still::choose() {
                 break;
             leave(one->range.start);
             const uint64_t end = std::min(region.end, one->range.end);
-            copied_.push_back({at, (end - at) / kPage, kPresent});
+            chosen_.push_back({at, (end - at) / kPage, kPresent});
             at = end;
         }
         leave(region.end);
     });
 }
 
+void Still::inherit(const Still& parent) {
+    for (const Entry& entry : chosen_)
+        within(parent.chosen_, entry.address, entry.address + entry.count * kPage,
+               [&](uint64_t start, uint64_t end) {
+                   each_common(memory_, &parent.memory_, start, (end - start) / kPage,
+                               [&](uint64_t address, uint64_t count, bool common) {
+                                   if (common)
+                                       inherited_.push_back({address, count, kInParent});
+                               });
+               });
+}
+
 uint64_t Still::bytes() const {
-    return pages_of(copied_) * kPage;
+    return (pages_of(chosen_) - pages_of(inherited_)) * kPage;
 }
 
 std::vector<scan::Region> Still::for_criu() const {
     return left_;
 }
 
-bool Still::is_copied(uint64_t address, uint64_t count) const {
-    return pages_in(copied_, address, count) > 0;
+bool Still::is_chosen(uint64_t address, uint64_t count) const {
+    return pages_in(chosen_, address, count) > 0;
 }
 
 void Still::begin(std::unique_ptr<PageFile> file) {
@@ -61,10 +73,14 @@ void Still::begin(std::unique_ptr<PageFile> file) {
 
 void Still::hand_over(Copier& copier, const std::atomic<bool>& stops) {
     Feed feed(copier, output_);
-    for (const Entry& entry : copied_)
-        for (uint64_t n = 0; n < entry.count && !stops; n += kPart)
-            feed.add(entry.address + n * kPage, std::min(kPart, entry.count - n),
-                     {&memory_, nullptr, 0});
+    for (const Entry& entry : chosen_)
+        without(inherited_, entry.address, entry.address + entry.count * kPage,
+                [&](uint64_t start, uint64_t end) {
+                    for (uint64_t bytes; start < end && !stops; start += bytes) {
+                        bytes = std::min(kPart * kPage, end - start);
+                        feed.add(start, bytes / kPage, {&memory_, nullptr, 0});
+                    }
+                });
     feed.end();
     complete_ = !stops;
 }
@@ -72,12 +88,13 @@ void Still::hand_over(Copier& copier, const std::atomic<bool>& stops) {
 bool Still::join(const std::vector<Entry>& sent, const std::vector<Entry>& kept,
                  const PageFile& sent_file) {
     uint64_t not_sent = 0;
-    for (const Entry& entry : copied_)
+    for (const Entry& entry : chosen_)
         not_sent += entry.count - pages_in(sent, entry.address, entry.count);
     if (not_sent == 0) {
         output_.entries.clear();
+        inherited_.clear();
         file_->restart();
-    } else if (not_sent != pages_of(copied_) || !complete_) {
+    } else if (not_sent != pages_of(chosen_) || !complete_) {
         throw PagesFailure("CRIU has sent only a part of the pages of process " +
                            std::to_string(pid_));
     }

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "copier.h"
+#include "inherited.h"
 
 #include <memory>
 
@@ -24,13 +25,17 @@ class Still {
     // at work.
     ProcessMemory& memory() { return memory_; }
     void choose();
-    bool has_pages() const { return !copied_.empty(); }
+    // Once all have chosen, before `hand_over`. Any thread. Pages that are common with the parent,
+    // which has chosen them too, are not copied.
+    void inherit(const Still& parent);
+    bool has_pages() const { return !chosen_.empty(); }
     uint64_t bytes() const;
     // Pages that CRIU has to send, in order of their addresses.
     std::vector<scan::Region> for_criu() const;
     // Where pages of zeros may be left out.
     const std::vector<Range>& zeros() const { return output_.zeros; }
-    bool is_copied(uint64_t address, uint64_t count) const;
+    bool is_chosen(uint64_t address, uint64_t count) const;
+    const std::vector<Entry>& inherited() const { return inherited_; }
 
     // Copies to a file.
     void begin(std::unique_ptr<PageFile> file);
@@ -50,7 +55,7 @@ class Still {
 
     pid_t pid_;
     ProcessMemory memory_;
-    std::vector<Entry> copied_;
+    std::vector<Entry> chosen_, inherited_; // of those
     std::vector<scan::Region> left_;
     Output output_;
     std::unique_ptr<PageFile> file_;

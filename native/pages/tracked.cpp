@@ -97,18 +97,54 @@ void Tracked::protect_new() {
     }
 }
 
-uint64_t Tracked::pass(unsigned threads) {
+uint64_t pass_all(const AllTracked& tracked, unsigned threads) {
+    std::vector<pid_t> pids;
+    for (const auto& [pid, one] : tracked)
+        pids.push_back(pid);
+    std::atomic<uint64_t> pages{0};
+    by_generation(threads, generations(pids), [&](const Kin& kin, unsigned some) {
+        pages +=
+            tracked.at(kin.pid)->pass(some, kin.parent ? tracked.at(kin.parent).get() : nullptr);
+    });
+    return pages;
+}
+
+uint64_t Tracked::pass(unsigned threads, const Tracked* parent) {
     if (!memory_.open())
         return 0;
     protect_new();
     std::vector<Piece> pieces;
+    std::vector<Entry> found;
     uint64_t pages = 0;
     // Only pages that are in memory: marks of other kinds are not pages.
     constexpr uint64_t kFound = scan::kTracked | scan::kWritten | scan::kPresent;
     memory_.each_region(kAllMemory, scan::kProtect, kFound, [&](const scan::Region& region) {
-        pages += (region.end - region.start) / kPage;
-        place(region.start, (region.end - region.start) / kPage, pieces);
+        const uint64_t count = (region.end - region.start) / kPage;
+        pages += count;
+        found.push_back({region.start, count, kInParent});
     });
+    // What was common may be so no more: the parent has written.
+    std::vector<Entry> common;
+    const auto look = [&](uint64_t start, uint64_t end) {
+        each_common(memory_, parent ? &parent->memory_ : nullptr, start, (end - start) / kPage,
+                    [&](uint64_t address, uint64_t count, bool is_common) {
+                        if (is_common)
+                            common.push_back({address, count, kInParent});
+                        else
+                            place(address, count, pieces);
+                    });
+    };
+    for (const Entry& one : inherited_)
+        without(found, one.address, one.address + one.count * kPage, look);
+    for (const Entry& one : found) {
+        const uint64_t end = one.address + one.count * kPage;
+        if (copied({one.address, end}))
+            place(one.address, one.count, pieces);
+        else
+            look(one.address, end);
+    }
+    sort(common);
+    inherited_ = std::move(common);
     // A read that began before its target was protected goes on behind the protection.
     all_by_devices_ |= reads_past_the_cache();
     copy(pieces, threads);
@@ -231,12 +267,27 @@ std::vector<scan::Region> Tracked::for_criu() const {
     memory_.each_found([&](const scan::Region& region) {
         if ((region.categories & (scan::kTracked | scan::kWritten | scan::kPresent)) !=
             (scan::kTracked | scan::kPresent))
-            found.push_back(region);
+            without(spared_, region.start, region.end, [&](uint64_t start, uint64_t end) {
+                found.push_back({start, end, region.categories});
+            });
     });
     return found;
 }
 
-void Tracked::settle(const std::vector<Entry>& sent, std::vector<Range> devices, unsigned threads) {
+void Tracked::spare(const Tracked& parent) {
+    memory_.each_found([&](const scan::Region& region) {
+        if (region.categories & (scan::kTracked | scan::kSwapped))
+            return;
+        each_common(memory_, &parent.memory_, region.start, (region.end - region.start) / kPage,
+                    [&](uint64_t address, uint64_t count, bool common) {
+                        if (common)
+                            spared_.push_back({address, count, kInParent});
+                    });
+    });
+}
+
+void Tracked::settle(const std::vector<Entry>& sent, std::vector<Range> devices, unsigned threads,
+                     const Tracked* parent) {
     kept_.clear();
     if (!memory_.is_divided()) {
         if (memory_.divide({}) == 0)
@@ -245,28 +296,64 @@ void Tracked::settle(const std::vector<Entry>& sent, std::vector<Range> devices,
     }
     std::vector<Piece> late;
     std::vector<Range> kept;
-    uint64_t least = 0;
+    std::vector<Entry> common;
+    uint64_t least = 0, common_bytes = 0;
+    const auto copy_late = [&](uint64_t start, uint64_t end) {
+        place(start, (end - start) / kPage, late);
+    };
+    const auto inherit = [&](uint64_t start, uint64_t end) {
+        each_common(memory_, &parent->memory_, start, (end - start) / kPage,
+                    [&](uint64_t address, uint64_t count, bool is_common) {
+                        if (!is_common)
+                            return copy_late(address, address + count * kPage);
+                        common.push_back({address, count, kInParent});
+                        common_bytes += count * kPage;
+                    });
+    };
+    // It has no copy, since it was common.
+    const auto look = [&](uint64_t start, uint64_t end) {
+        if (!parent)
+            return copy_late(start, end);
+        without(parent->stored_, start, end, copy_late);
+        within(parent->stored_, start, end, inherit);
+    };
     memory_.each_found([&](const scan::Region& region) {
-        if (!(region.categories & scan::kTracked))
-            return;
-        without(sent, region.start, region.end, [&](uint64_t start, uint64_t end) {
+        const auto keep = [&](uint64_t start, uint64_t end) {
             kept.push_back({start, end});
+            if (region.categories & scan::kPresent)
+                least += end - start;
+        };
+        if (!(region.categories & scan::kTracked))
+            return within(spared_, region.start, region.end, [&](uint64_t from, uint64_t to) {
+                without(sent, from, to, [&](uint64_t start, uint64_t end) {
+                    keep(start, end);
+                    look(start, end);
+                });
+            });
+        without(sent, region.start, region.end, [&](uint64_t start, uint64_t end) {
+            keep(start, end);
             // CRIU lets the threads run, so the kernel writes where they have their processor's
             // number. And a mark without a page looks as if it were swapped out, or cannot be read.
             if (region.categories & (scan::kSwapped | scan::kWritten))
-                place(start, (end - start) / kPage, late);
-            if (region.categories & scan::kPresent)
-                least += end - start;
+                copy_late(start, end);
+            else
+                within(inherited_, start, end, look);
         });
     });
     copy(late, threads);
+    stored_ = sent;
     for (const Range& range : kept)
         each_copied(range.start, (range.end - range.start) / kPage, [&](const Piece& piece) {
             kept_.push_back(piece);
+            stored_.push_back({piece.address, piece.count, kPresent});
             kept_bytes_ += piece.count * kPage;
         });
-    if (kept_bytes_ < least)
+    if (kept_bytes_ + common_bytes < least)
         throw PagesFailure("process " + std::to_string(pid_) + " has pages that cannot be read");
+    sort(common);
+    stored_.insert(stored_.end(), common.begin(), common.end());
+    sort(stored_);
+    inherited_ = std::move(common);
     if (all_by_devices_)
         devices = {kAllMemory};
     compare(devices, threads);

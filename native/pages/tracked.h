@@ -11,6 +11,7 @@
 #pragma once
 
 #include "copier.h"
+#include "inherited.h"
 #include "process_memory.h"
 
 #include <map>
@@ -26,21 +27,26 @@ class Tracked {
     Tracked(const Tracked&) = delete;
     Tracked& operator=(const Tracked&) = delete;
 
-    // Protects and copies what was written since the last pass; gives its pages. Throws
-    // PagesFailure.
-    uint64_t pass(unsigned threads);
+    // Protects and copies what was written since the last pass, but for what is common with the
+    // parent, which may be null; gives its pages. Throws PagesFailure.
+    uint64_t pass(unsigned threads, const Tracked* parent);
 
     // Pages in a range that were copied.
     uint64_t copied(const Range& range) const;
 
     // The process is stopped: its pages are looked up in there.
     ProcessMemory& memory() { return memory_; }
-    // After that: pages that CRIU has to send, in order of their addresses.
+    // After that: CRIU need not send what is common with the parent, which is looked up as well.
+    void spare(const Tracked& parent);
+    // Pages that CRIU has to send, in order of their addresses.
     std::vector<scan::Region> for_criu() const;
 
     // The process is stopped, and CRIU has sent these pages (in order of their addresses).
-    // `devices`: what a device may have written. Throws PagesFailure.
-    void settle(const std::vector<Entry>& sent, std::vector<Range> devices, unsigned threads);
+    // `devices`: what a device may have written. `parent`: settled, or null. Throws PagesFailure.
+    void settle(const std::vector<Entry>& sent, std::vector<Range> devices, unsigned threads,
+                const Tracked* parent);
+    // After that: pages that are common with the parent, which keeps them.
+    const std::vector<Entry>& inherited() const { return inherited_; }
     // Ends the protection, after which the process is as it was.
     void release();
     // Hands the pages to `copier` in order of their addresses, with those that CRIU has sent:
@@ -76,9 +82,17 @@ class Tracked {
     PageFile file_;
     std::map<uint64_t, Place> copied_; // by address
     std::vector<Range> registered_;
+    std::vector<Entry> inherited_; // protected and not copied, in order
+    std::vector<Entry> spared_;    // not protected, and not sent
+    std::vector<Entry> stored_;    // settled: what the image has of it, in order
     std::vector<Piece> kept_;
     bool all_by_devices_ = false;
     uint64_t kept_bytes_ = 0, compared_bytes_ = 0, mended_bytes_ = 0;
 };
+
+using AllTracked = std::map<pid_t, std::unique_ptr<Tracked>>;
+
+// A pass of all; gives the pages.
+uint64_t pass_all(const AllTracked& tracked, unsigned threads);
 
 } // namespace pages

@@ -19,8 +19,6 @@ namespace {
 constexpr uint64_t kWorth = 16 << 20; // a process with less is left to CRIU
 constexpr uint64_t kMostAddress = 1ull << 56;
 
-// criu/include/pagemap.h
-constexpr uint64_t kLazy = 2, kPresent = 4;
 // criu/include/image.h
 constexpr uint64_t kRegular = 1 << 0, kHeap = 1 << 5, kFilePrivate = 1 << 6, kAnonPrivate = 1 << 9;
 // MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE: not MAP_GROWSDOWN, MAP_HUGETLB, or what comes later.
@@ -131,11 +129,19 @@ Ranges without(const Ranges& ranges, Ranges holes) {
 struct Split {
     std::vector<Run> late, kept;
     std::vector<Entry> entries; // of what is kept
+    Ranges inherited;           // comes late, and is not in the file
     uint64_t bytes = 0, late_bytes = 0;
 
     void add(uint64_t start, uint64_t end, uint64_t flags, bool is_late) {
         if (start >= end)
             return;
+        if (flags == kInParent) {
+            if (is_late)
+                inherited.push_back({start, end});
+            else
+                entries.push_back({start, (end - start) / kPage, kInParent});
+            return;
+        }
         // CRIU finds a run's bytes by adding up the runs before it.
         const Run run{start, end - start, bytes};
         bytes += run.bytes;
@@ -162,8 +168,9 @@ Split split(const std::string& name, const Pagemap& pagemap, const Ranges& late)
     for (const PagemapEntry& entry : pagemap.entries) {
         uint64_t start = entry.address;
         const uint64_t end = start + std::min(entry.count, kMostAddress / kPage) * kPage;
-        if ((entry.flags & ~kLazy) != kPresent || entry.in_parent || start < least ||
-            start >= end || end > kMostAddress || start % kPage)
+        const bool is_known = (entry.flags & ~kLazy) == kPresent || entry.flags == kInParent;
+        if (!is_known || entry.in_parent || start < least || start >= end || end > kMostAddress ||
+            start % kPage)
             throw PagesFailure(name + " has an entry at " + hex(start) + " with flags " +
                                std::to_string(entry.flags));
         least = end;
@@ -208,9 +215,9 @@ void copy_runs(const std::string& source, const std::string& target, const std::
 
 // Writes the two files of a process, unless it has too little that may come late.
 void make_files(const std::string& images, const std::string& folder, const Process& process,
-                const Ranges& late, std::vector<Fill>& fills) {
+                const Ranges& late, const Parents& parents, std::vector<Fill>& fills) {
     const std::string name = "/pagemap-" + std::to_string(process.pid) + ".img";
-    const Pagemap pagemap = read_pagemap(images + name);
+    const Pagemap& pagemap = parents.pagemap(process.pid);
     const std::string pages = "/pages-" + std::to_string(pagemap.pages) + ".img";
     Split parts = split(name.substr(1), pagemap, late);
     struct stat file;
@@ -225,12 +232,17 @@ void make_files(const std::string& images, const std::string& folder, const Proc
         return;
     copy_runs(images + pages, folder + pages, parts.kept);
     write_pagemap(folder + name, static_cast<uint32_t>(pagemap.pages), parts.entries);
-    fills.push_back({static_cast<pid_t>(process.pid), images + pages, std::move(parts.late)});
+    std::map<std::string, std::vector<Run>> runs;
+    runs[images + pages] = std::move(parts.late);
+    for (const Range& range : parts.inherited)
+        parents.find(process.pid, range, runs);
+    for (auto& [path, all] : runs)
+        fills.push_back({static_cast<pid_t>(process.pid), path, std::move(all)});
 }
 
 // Cuts mappings of processes, for which it writes new files; gives the processes.
 std::vector<pid_t> cut_mappings(const std::string& images, const std::string& folder,
-                                const std::vector<Process>& tree,
+                                const std::vector<Process>& tree, const Parents& parents,
                                 std::map<uint64_t, Memory>& memory) {
     std::set<uint64_t> sharing;
     for (const Process& process : tree) {
@@ -246,7 +258,7 @@ std::vector<pid_t> cut_mappings(const std::string& images, const std::string& fo
         if (!is_to_be_cut(own, shares, most))
             continue;
         const std::string name = "-" + std::to_string(pid) + ".img";
-        pages::cut(own, read_pagemap(images + "/pagemap" + name), shares, most);
+        pages::cut(own, parents.pagemap(pid), shares, most);
         write_memory(images + "/mm" + name, folder + "/mm" + name, own.vmas);
         cut.push_back(static_cast<pid_t>(pid));
     }
@@ -284,8 +296,10 @@ View make_view(const std::string& images, const std::string& folder) {
         if (access(path.c_str(), F_OK) == 0) // a zombie has none
             memory[process.pid] = read_memory(path);
     }
+    const Parents parents(images, tree, memory);
     View view;
-    view.cut = cut_mappings(images, folder, tree, memory);
+    view.inherits = parents.any();
+    view.cut = cut_mappings(images, folder, tree, parents, memory);
     for (const Process& process : tree)
         if (memory.count(process.pid) && memory.count(process.parent))
             for (const auto& range : may_share(memory[process.pid], memory[process.parent])) {
@@ -298,14 +312,12 @@ View make_view(const std::string& images, const std::string& folder) {
             continue;
         const Ranges late = late_ranges(memory[process.pid], shared[process.pid]);
         if (total(late) >= kWorth)
-            make_files(images, folder, process, without(late, touched(images, process)), fills);
+            make_files(images, folder, process, without(late, touched(images, process)), parents,
+                       fills);
     }
-    for (size_t i = 0; i < fills.size(); i++)
-        for (size_t other = 0; other < i; other++)
-            if (fills[i].pages == fills[other].pages)
-                throw PagesFailure("two processes with one file of pages");
-    if (!fills.empty() || !view.cut.empty())
+    if (!fills.empty() || !view.cut.empty() || view.inherits)
         link_others(images, folder);
+    parents.link(folder);
     return view;
 }
 

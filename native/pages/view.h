@@ -10,7 +10,7 @@
 // Sources: criu/mem.c, criu/pagemap.c and criu/cr-restore.c of CRIU 4.2.
 #pragma once
 
-#include "failure.h"
+#include "parents.h"
 
 #include <sys/types.h>
 
@@ -19,12 +19,7 @@
 
 namespace pages {
 
-// Bytes of a file of pages, and the address at which a process has them.
-struct Run {
-    uint64_t address, bytes, offset;
-};
-
-// What is left out of a process: runs of its file of pages, ascending in it and in memory.
+// What is left out of a process: runs of a file of pages, ascending in it and in memory.
 struct Fill {
     pid_t pid;
     std::string pages; // path
@@ -34,6 +29,7 @@ struct Fill {
 struct View {
     std::vector<Fill> fills;
     std::vector<pid_t> cut; // whose mappings are other ones than in the images
+    bool inherits = false;  // CRIU needs the view: pages of a process are with its parent alone
 };
 
 // Writes into `folder`, which exists and is empty; nothing when there is nothing to gain. Throws

@@ -35,8 +35,7 @@ def test_what_criu_asks_the_kernel_is_asked_once(criu: Criu, memory: Path, tmp_p
         criu.dump(job.pid, tmp_path / "images")
         job.kill()
         restore(criu, job, tmp_path / "images")
-    for log in ("dump.log", "restore.log"):
-        assert "Loaded kdat cache from" in (tmp_path / "images" / log).read_text()
+    assert "Loaded kdat cache from" in (tmp_path / "images" / "dump.log").read_text()
     assert (memory / "criu.kdat").stat().st_mtime_ns == asked
 
 
