@@ -140,10 +140,9 @@ class Checkpoint(Pause):
             self._export()
         size = shared.table.total_bytes()
         gpus = len(wanted_gpus(group.tasks))
-        if size:
-            if not self._link.warm:  # which may have one
-                needs(CRIU_BYTES + plan_for(shared.image.path, gpus, size).arena)
-            self._copy.take_links()
+        if size and not self._link.warm:  # which may have one
+            needs(CRIU_BYTES + plan_for(shared.image.path, gpus, size).arena)
+        self._copy.take_links()
         # How much of the linked bytes is of use is not known yet; a full disk is undone like
         # every failure.
         beside = max(size - self._copy.linked_bytes, 0) + file_bytes
@@ -189,10 +188,17 @@ class Checkpoint(Pause):
     def _start_pages(self, beside: int, size: int) -> None:
         """Have those of the processes prepared, with so many bytes to be written beside them, of
         which at most `size` are of GPUs."""
-        writer = self._shared.image
-        beside += DISK_MARGIN + obstacles.resident_bytes(self._cpu.tree())
+        writer, tree = self._shared.image, self._cpu.tree()
+        own = obstacles.most_saved(tree)
+        beside += DISK_MARGIN
+        try:
+            writer.need(beside + 2 * own, self._job.name)
+        except NotEnoughDisk:
+            own = obstacles.most_saved(tree, look=True)
+        beside += own
         beside -= self._spared(beside, size)
-        self._cpu.start_pages(lambda more: writer.need(beside + more, self._job.name))
+        # Pages that are copied early are there twice: as they are copied, and in their order.
+        self._cpu.start_pages(lambda: writer.need(beside + own, self._job.name))
 
     def _spared(self, needed: int, size: int) -> int:
         """Bytes of so many that are needed which the copy will not take, if there is too little

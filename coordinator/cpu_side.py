@@ -93,20 +93,20 @@ class CpuSide:
         """Begin to look for sandboxes, which takes a while."""
         self._search = Search(self.tree())
 
-    def start_pages(self, room: Callable[[int], None]) -> None:
+    def start_pages(self, room: Callable[[], None]) -> None:
         """Have the page server make the files of CRIU's pages, or copy those of the job while it
-        runs. `room` raises NotEnoughDisk where so many bytes more have none."""
+        runs. `room` raises NotEnoughDisk where there is none for both."""
         self.criu.remember()
         self.pages.why_not_early = self._shared.plan.why_not_early
         tracked = {} if self.pages.why_not_early else self._track(room)
         self.pages.start(self._shared.image.criu_dir, self.tree(), tracked)
 
-    def _track(self, room: Callable[[int], None]) -> dict[int, int]:
+    def _track(self, room: Callable[[], None]) -> dict[int, int]:
         """A descriptor of each process by which its writes are seen."""
         self.refuse_sandboxes()  # a process that is looked at cannot be traced by another
         try:
             tree = self.tree()
-            room(obstacles.resident_bytes(tree))  # first as they are copied, then in their order
+            room()
             tracking.refuse(tree)
             began = time.monotonic()
             try:

@@ -79,8 +79,8 @@ _COMMON_OPTIONS = (
     "--manage-cgroups=ignore",
 )
 _LOG_LEVELS = {"dump": 4, "restore": 2}
-"""Of a dump the lines before an error say of which process it is. A restore writes its number into
-each line, and a line for each page that forked processes have in common."""
+"""Lines before an error of a dump say which process it is about. A restore says that in the line
+itself, and would write a line for each page that forked processes have in common."""
 _GHOST_LIMIT_BYTES = 64 << 30
 
 

@@ -3,9 +3,9 @@
 //
 // The kernel tells frames (Documentation/admin-guide/mm/pagemap.rst) to who may administer the
 // system. To others nothing is common. A frame that several processes have is not written: who
-// writes gets a frame of its own. So equal frames say of two processes that stand still that their
-// bytes are equal. Of processes that run they say it until one is written, which write protection
-// tells (tracked.h).
+// writes gets a frame of its own. So two processes that stand still have the same bytes where they
+// have the same frame. Processes that run do until one writes, which its protection tells
+// (tracked.h).
 #pragma once
 
 #include "parallel.h"

@@ -8,13 +8,14 @@ namespace pages {
 namespace {
 
 // criu/include/image.h
-constexpr uint64_t kRegular = 1 << 0, kAnonPrivate = 1 << 9, kNoProtWrite = 1 << 29;
+constexpr uint64_t kRegular = 1 << 0, kHeap = 1 << 5, kAnonPrivate = 1 << 9, kNoProtWrite = 1 << 29;
 // MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE: not MAP_GROWSDOWN, MAP_HUGETLB, or what comes later.
 constexpr uint64_t kNoReserve = 0x4000, kMapFlags = 0x2 | 0x20 | kNoReserve;
 
 constexpr uint64_t kProtWrite = 2;
 
 constexpr uint64_t kReserved = 1 << 20; // less is no reservation
+constexpr size_t kMostMappings = 32000; // of a process: half of what the kernel allows
 constexpr uint64_t kNear = 1 << 20;     // between pages, which is not worth a mapping
 
 enum class How { kNot, kByPages, kByPlace };
@@ -74,6 +75,29 @@ uint64_t too_large() {
     while (size <= most / 4)
         size *= 2;
     return size;
+}
+
+bool is_plain(const Vma& vma) {
+    return (vma.status & ~kHeap) == (kRegular | kAnonPrivate) && !(vma.flags & ~kMapFlags) &&
+           vma.end > vma.start;
+}
+
+bool cut_at(Memory& memory, const std::set<uint64_t>& places) {
+    std::vector<Vma> parts;
+    for (const Vma& vma : memory.vmas) {
+        uint64_t start = vma.start;
+        if (is_plain(vma))
+            for (auto at = places.upper_bound(start); at != places.end() && *at < vma.end; at++) {
+                add(parts, vma, start, *at, true);
+                start = *at;
+            }
+        parts.push_back(vma);
+        parts.back().start = start;
+    }
+    if (parts.size() == memory.vmas.size() || parts.size() > kMostMappings)
+        return false;
+    memory.vmas = std::move(parts);
+    return true;
 }
 
 bool is_to_be_cut(const Memory& memory, bool shares, uint64_t too_large) {

@@ -42,7 +42,7 @@ Parents::Parents(const std::string& images, const std::vector<Process>& tree,
         for (const PagemapEntry& entry : list.pagemap.entries) {
             list.offsets.push_back(offset);
             if (entry.flags == kInParent)
-                list.inherits = true;
+                list.inherited.push_back({entry.address, entry.address + entry.count * kPage});
             else
                 offset += entry.count * kPage;
         }
@@ -51,7 +51,14 @@ Parents::Parents(const std::string& images, const std::vector<Process>& tree,
 
 bool Parents::any() const {
     return std::any_of(lists_.begin(), lists_.end(),
-                       [](const auto& one) { return one.second.inherits; });
+                       [](const auto& one) { return !one.second.inherited.empty(); });
+}
+
+bool Parents::inherits(uint64_t pid, const Range& range) const {
+    const std::vector<Range>& all = lists_.at(pid).inherited;
+    const auto found = std::upper_bound(all.begin(), all.end(), range.start,
+                                        [](uint64_t at, const Range& one) { return at < one.end; });
+    return found != all.end() && found->start < range.end;
 }
 
 const Parents::List& Parents::parent_of(uint64_t pid) const {
@@ -65,7 +72,7 @@ void Parents::link(const std::string& folder) const {
     for (const auto& [pid, own] : lists_) {
         std::string level = folder;
         size_t depth = 0;
-        for (uint64_t one = pid; lists_.at(one).inherits; one = lists_.at(one).parent) {
+        for (uint64_t one = pid; inherits(one); one = lists_.at(one).parent) {
             const List& parent = parent_of(one);
             if (++depth > lists_.size())
                 throw PagesFailure("process " + std::to_string(pid) + " is its own parent");

@@ -22,8 +22,10 @@ class Parents {
             const std::map<uint64_t, Memory>& memory);
 
     const Pagemap& pagemap(uint64_t pid) const { return lists_.at(pid).pagemap; }
-    // True where an image has pages of a process with its parent alone.
+    // True where an image has pages of a process with its parent alone; some in a range.
     bool any() const;
+    bool inherits(uint64_t pid) const { return !lists_.at(pid).inherited.empty(); }
+    bool inherits(uint64_t pid, const Range& range) const;
 
     // CRIU looks for such pages in a folder `parent` beside the process's list, in a list of the
     // same name: makes these folders, of links to the parents' files. Throws PagesFailure.
@@ -39,7 +41,7 @@ class Parents {
         uint64_t parent = 0;
         Pagemap pagemap;
         std::vector<uint64_t> offsets; // of each entry, in the file of pages
-        bool inherits = false;
+        std::vector<Range> inherited;
     };
 
     const List& parent_of(uint64_t pid) const;

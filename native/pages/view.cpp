@@ -45,15 +45,49 @@ std::string hex(uint64_t value) {
     return text;
 }
 
-// Mappings whose pages CRIU compares and shares: equal ranges in two copies of a program.
-Shared may_share(const Memory& child, const Memory& parent) {
+using Memories = std::map<uint64_t, Memory>; // by process
+
+// A process that runs the program of its parent, which has memory too.
+bool is_forked(const Process& process, const Memories& memory) {
+    const auto own = memory.find(process.pid), parent = memory.find(process.parent);
+    return own != memory.end() && parent != memory.end() &&
+           own->second.program == parent->second.program;
+}
+
+// Where in the memory of forked processes mappings of parent and child overlap in part, and pages
+// there are inherited.
+std::set<uint64_t> ends_of_common(const std::vector<Process>& tree, const Parents& parents,
+                                  const Memories& memory) {
+    std::set<uint64_t> found;
+    for (const Process& process : tree) {
+        if (!is_forked(process, memory) || !parents.inherits(process.pid))
+            continue;
+        const std::vector<Vma>& others = memory.at(process.parent).vmas;
+        auto other = others.begin();
+        for (const Vma& own : memory.at(process.pid).vmas) {
+            while (other != others.end() && other->end <= own.start)
+                other++;
+            for (auto one = other; one != others.end() && one->start < own.end; one++) {
+                const Range common = {std::max(own.start, one->start), std::min(own.end, one->end)};
+                if (is_plain(own) && is_plain(*one) && parents.inherits(process.pid, common))
+                    found.insert({common.start, common.end});
+            }
+        }
+    }
+    return found;
+}
+
+// Mappings whose pages CRIU compares and shares: equal ranges in two copies of a program. Where the
+// image tells what is inherited, only those with such pages.
+Shared may_share(const Process& process, const Parents& parents, const Memories& memory) {
     Shared of_parent, common;
-    if (child.program != parent.program)
+    if (!is_forked(process, memory))
         return common;
-    for (const Vma& vma : parent.vmas)
+    for (const Vma& vma : memory.at(process.parent).vmas)
         of_parent.insert({vma.start, vma.end});
-    for (const Vma& vma : child.vmas)
-        if (of_parent.count({vma.start, vma.end}))
+    for (const Vma& vma : memory.at(process.pid).vmas)
+        if (of_parent.count({vma.start, vma.end}) &&
+            (!parents.inherits(process.pid) || parents.inherits(process.pid, {vma.start, vma.end})))
             common.insert({vma.start, vma.end});
     return common;
 }
@@ -243,22 +277,22 @@ void make_files(const std::string& images, const std::string& folder, const Proc
 // Cuts mappings of processes, for which it writes new files; gives the processes.
 std::vector<pid_t> cut_mappings(const std::string& images, const std::string& folder,
                                 const std::vector<Process>& tree, const Parents& parents,
-                                std::map<uint64_t, Memory>& memory) {
+                                Memories& memory) {
     std::set<uint64_t> sharing;
-    for (const Process& process : tree) {
-        const auto own = memory.find(process.pid), parent = memory.find(process.parent);
-        if (own != memory.end() && parent != memory.end() &&
-            own->second.program == parent->second.program)
+    for (const Process& process : tree)
+        if (is_forked(process, memory))
             sharing.insert({process.pid, process.parent});
-    }
+    const std::set<uint64_t> ends = ends_of_common(tree, parents, memory);
     std::vector<pid_t> cut;
     const uint64_t most = too_large();
     for (auto& [pid, own] : memory) {
         const bool shares = sharing.count(pid);
-        if (!is_to_be_cut(own, shares, most))
+        const bool is_cut = shares && cut_at(own, ends), is_large = is_to_be_cut(own, shares, most);
+        if (!is_cut && !is_large)
             continue;
         const std::string name = "-" + std::to_string(pid) + ".img";
-        pages::cut(own, parents.pagemap(pid), shares, most);
+        if (is_large)
+            pages::cut(own, parents.pagemap(pid), shares, most);
         write_memory(images + "/mm" + name, folder + "/mm" + name, own.vmas);
         cut.push_back(static_cast<pid_t>(pid));
     }
@@ -289,7 +323,7 @@ void link_others(const std::string& images, const std::string& folder) {
 
 View make_view(const std::string& images, const std::string& folder) {
     const std::vector<Process> tree = read_tree(images + "/pstree.img");
-    std::map<uint64_t, Memory> memory;
+    Memories memory;
     std::map<uint64_t, Shared> shared;
     for (const Process& process : tree) {
         const std::string path = images + "/mm-" + std::to_string(process.pid) + ".img";
@@ -301,11 +335,10 @@ View make_view(const std::string& images, const std::string& folder) {
     view.inherits = parents.any();
     view.cut = cut_mappings(images, folder, tree, parents, memory);
     for (const Process& process : tree)
-        if (memory.count(process.pid) && memory.count(process.parent))
-            for (const auto& range : may_share(memory[process.pid], memory[process.parent])) {
-                shared[process.pid].insert(range);
-                shared[process.parent].insert(range);
-            }
+        for (const auto& range : may_share(process, parents, memory)) {
+            shared[process.pid].insert(range);
+            shared[process.parent].insert(range);
+        }
     std::vector<Fill>& fills = view.fills;
     for (const Process& process : tree) {
         if (!memory.count(process.pid))
