@@ -1,11 +1,10 @@
-"""Train a network compiled by torch.compile; eager execution must agree."""
+"""Train a network compiled by torch.compile; eager execution must agree.
+
+Inductor keeps a pool of forked compiler processes beside the job, as many as there are processors,
+and at most 32.
+"""
 
 from __future__ import annotations
-
-import os
-
-# Else Inductor keeps a pool of compiler processes alive beside the job.
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import _torch
 import torch

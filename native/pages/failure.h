@@ -3,6 +3,7 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -23,6 +24,12 @@ struct Gone : PagesFailure {
 
 inline PagesFailure system_failure(const std::string& what, int error) {
     return PagesFailure(what + ": " + std::strerror(error));
+}
+
+inline std::string hex(uint64_t value) {
+    char text[24];
+    snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(value));
+    return text;
 }
 
 // Names the file's size, because a read may have begun anywhere behind its end.

@@ -85,10 +85,8 @@ PagesFailure unwritten(const Piece& piece, uint64_t done, int error) {
     const Run* run = piece.runs.data();
     for (; done >= run->bytes; run++)
         done -= run->bytes;
-    char at[24];
-    snprintf(at, sizeof at, "0x%llx", static_cast<unsigned long long>(run->address + done));
-    return system_failure("memory of process " + std::to_string(piece.fill->pid) + " at " + at +
-                              " cannot be written",
+    return system_failure("memory of process " + std::to_string(piece.fill->pid) + " at " +
+                              hex(run->address + done) + " cannot be written",
                           error);
 }
 

@@ -25,6 +25,11 @@ std::vector<std::vector<Kin>> generations(const std::vector<pid_t>& pids) {
     return found;
 }
 
+PagesFailure not_stored(const Kin& kin) {
+    return PagesFailure("process " + std::to_string(kin.pid) + " has pages of process " +
+                        std::to_string(kin.parent) + " that are not stored");
+}
+
 uint64_t common_pages(pid_t child, pid_t parent) {
     ProcessMemory own(child), others(parent);
     uint64_t pages = 0;
@@ -55,8 +60,7 @@ const std::vector<Entry>& Lists::add(const Kin& kin, const std::vector<Entry>& e
                 if (range.start <= from && from < range.end)
                     from = std::min(to, range.end);
             if (from < to)
-                throw PagesFailure("process " + std::to_string(kin.pid) + " has pages of process " +
-                                   std::to_string(kin.parent) + " that are not stored");
+                throw not_stored(kin);
         });
     }
     sort(list);

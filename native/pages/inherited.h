@@ -55,6 +55,9 @@ void each_common(const ProcessMemory& child, const ProcessMemory* parent, uint64
     }
 }
 
+// Why a process cannot have pages of its parent.
+PagesFailure not_stored(const Kin& kin);
+
 // Pages of its own that a process which may run has in common with another one now.
 uint64_t common_pages(pid_t child, pid_t parent);
 

@@ -38,8 +38,17 @@ Parents::Parents(const std::string& images, const std::vector<Process>& tree,
         list.pagemap = read_pagemap(images + list_name(process.pid));
         if (!files.insert(list.pagemap.pages).second)
             throw PagesFailure("two processes with one file of pages");
-        uint64_t offset = 0;
+        uint64_t offset = 0, least = 0;
         for (const PagemapEntry& entry : list.pagemap.entries) {
+            const bool is_known =
+                (entry.flags & ~uint64_t{kLazy}) == kPresent || entry.flags == kInParent;
+            if (!is_known || entry.in_parent || entry.address < least || entry.address % kPage ||
+                entry.address > kMostAddress || !entry.count ||
+                entry.count > (kMostAddress - entry.address) / kPage)
+                throw PagesFailure(list_name(process.pid).substr(1) + " has an entry at " +
+                                   hex(entry.address) + " with flags " +
+                                   std::to_string(entry.flags));
+            least = entry.address + entry.count * kPage;
             list.offsets.push_back(offset);
             if (entry.flags == kInParent)
                 list.inherited.push_back({entry.address, entry.address + entry.count * kPage});

@@ -10,6 +10,8 @@
 
 namespace pages {
 
+constexpr uint64_t kMostAddress = 1ull << 56;
+
 // Bytes of a file of pages, and the address at which a process has them.
 struct Run {
     uint64_t address, bytes, offset;
@@ -17,7 +19,8 @@ struct Run {
 
 class Parents {
   public:
-    // Reads the lists of pages of the processes that have memory. Throws PagesFailure.
+    // Reads the lists of pages of the processes that have memory, and checks them. Throws
+    // PagesFailure.
     Parents(const std::string& images, const std::vector<Process>& tree,
             const std::map<uint64_t, Memory>& memory);
 

@@ -217,12 +217,21 @@ void Server::copy_still() {
         one->second->begin(file_for(one->first));
         one++;
     }
+    std::vector<pid_t> pids = pids_of(still_);
+    for (const pid_t pid : pids_of(tracked_))
+        pids.push_back(pid);
+    kin_ = generations(pids);
     if (still_.empty())
         return;
-    kin_ = generations(pids_of(still_));
     by_generation(threads_, kin_, [&](const Kin& kin, unsigned) {
-        if (kin.parent)
-            still_.at(kin.pid)->inherit(*still_.at(kin.parent));
+        const auto one = still_.find(kin.pid), parent = still_.find(kin.parent);
+        if (one == still_.end() || !kin.parent)
+            return;
+        if (parent != still_.end())
+            one->second->inherit(parent->second->memory(), parent->second->chosen());
+        else
+            one->second->inherit(tracked_.at(kin.parent)->memory(),
+                                 tracked_.at(kin.parent)->present());
     });
     for (const auto& [pid, one] : still_)
         totals_.still_bytes += one->bytes();
@@ -254,9 +263,10 @@ void Server::join_still() {
         if (!one->join(found->second.sent, sent.entries, found->second.rest))
             totals_.still_bytes -= bytes;
         files_.push_back(one->take_file());
-        Output output = one->output();
-        output.pagemap = sent.pagemap;
-        write(output, lists_.add(kin, output.entries, one->inherited(), output.zeros));
+        if (const auto parent = tracked_.find(kin.parent); parent != tracked_.end())
+            for (const Entry& entry : one->inherited())
+                if (pages_in(parent->second->stored(), entry.address, entry.count) != entry.count)
+                    throw not_stored(kin);
     }
 }
 
@@ -332,6 +342,8 @@ void Server::close() {
     copier_.wait();
     settle_tracked();
     join_still();
+    if (tracked_.empty())
+        write_lists();
     for (const auto& [target, output] : outputs_)
         if ((target & ((1u << kTargetBits) - 1)) != kProcess ||
             !apart_.count(static_cast<pid_t>(target >> kTargetBits)))
@@ -339,8 +351,6 @@ void Server::close() {
     for (auto& file : files_)
         file->finish();
     reserved_.clear(); // of processes that have ended since
-    for (const auto& [pid, one] : still_)
-        apart_.erase(pid);
     const int32_t success = 0;
     answer(&success, sizeof success);
 }
@@ -350,21 +360,47 @@ void Server::write(const Output& output, const std::vector<Entry>& entries) {
     totals_.entries += entries.size();
 }
 
+// Each behind that of its parent. The files of those that were tracked are made as well.
+void Server::write_lists() {
+    for (const Kin& kin : joined(kin_)) {
+        const auto found = apart_.find(kin.pid);
+        if (found == apart_.end())
+            continue;
+        const Apart& one = found->second;
+        const Output& rest = outputs_.at(target_of(kin.pid));
+        if (one.still) {
+            Output output = one.still->output();
+            output.pagemap = rest.pagemap;
+            write(output, lists_.add(kin, output.entries, one.still->inherited(), output.zeros));
+            continue;
+        }
+        Output output;
+        output.pagemap = rest.pagemap;
+        output.zeros = rest.zeros;
+        files_.push_back(std::make_unique<PageFile>(folder_, next_number_++));
+        output.file = files_.back().get();
+        one.tracked->hand_over(copier_, output, rest.entries, one.rest);
+        copier_.wait();
+        write(output, lists_.add(kin, output.entries, one.tracked->inherited(), output.zeros));
+        output.file->finish();
+    }
+}
+
 // The processes are still stopped.
 void Server::settle_tracked() {
     take_commands();
-    tracked_kin_ = generations(pids_of(tracked_));
-    for (const Kin& kin : joined(tracked_kin_))
-        if (!apart_.count(kin.pid) && runs(kin.pid))
-            throw not_sent(kin.pid);
-    by_generation(threads_, tracked_kin_, [&](const Kin& kin, unsigned threads) {
+    for (const auto& [pid, tracked] : tracked_)
+        if (!apart_.count(pid) && runs(pid))
+            throw not_sent(pid);
+    by_generation(threads_, kin_, [&](const Kin& kin, unsigned threads) {
         const auto found = apart_.find(kin.pid);
-        if (found == apart_.end())
+        if (found == apart_.end() || !found->second.tracked)
             return;
-        const auto devices = devices_.find(kin.pid);
-        tracked_.at(kin.pid)->settle(
-            found->second.sent, devices == devices_.end() ? std::vector<Range>() : devices->second,
-            threads, apart_.count(kin.parent) ? tracked_.at(kin.parent).get() : nullptr);
+        const auto devices = devices_.find(kin.pid), none = devices_.end();
+        const auto parent = apart_.find(kin.parent);
+        found->second.tracked->settle(
+            found->second.sent, devices == none ? std::vector<Range>() : devices->second, threads,
+            parent == apart_.end() ? nullptr : parent->second.tracked);
     });
     for (const auto& [pid, tracked] : tracked_) {
         totals_.early_bytes += tracked->kept_bytes();
@@ -377,22 +413,8 @@ void Server::settle_tracked() {
 void Server::join_tracked() {
     for (const auto& [pid, tracked] : tracked_)
         tracked->release();
-    for (const Kin& kin : joined(tracked_kin_)) {
-        const auto found = apart_.find(kin.pid);
-        if (found == apart_.end())
-            continue;
-        const Apart& one = found->second;
-        const Output& rest = outputs_.at(target_of(kin.pid));
-        Output output;
-        output.pagemap = rest.pagemap;
-        output.zeros = rest.zeros;
-        files_.push_back(std::make_unique<PageFile>(folder_, next_number_++));
-        output.file = files_.back().get();
-        one.tracked->hand_over(copier_, output, rest.entries, one.rest);
-        copier_.wait();
-        write(output, lists_.add(kin, output.entries, one.tracked->inherited(), output.zeros));
-        output.file->finish();
-    }
+    if (!tracked_.empty())
+        write_lists();
     totals_.inherited = lists_.inherited();
     totals_.files = files_.size();
     totals_.bytes += totals_.still_bytes;

@@ -86,6 +86,7 @@ class Server {
     void join_still();
     void settle_tracked();
     void join_tracked();
+    void write_lists();
     void await();
     bool take_commands();
     void obey(const std::string& command);
@@ -111,7 +112,7 @@ class Server {
     std::vector<std::unique_ptr<PageFile>> files_;
     std::map<uint64_t, Output> outputs_; // by target
     std::map<pid_t, Apart> apart_;
-    std::vector<std::vector<Kin>> kin_, tracked_kin_; // of those that stand still, and tracked
+    std::vector<std::vector<Kin>> kin_; // of those of which we copy pages, as they stand still
     Lists lists_;
     Apart* open_apart_ = nullptr; // of the target that is open
     Output* output_ = nullptr;

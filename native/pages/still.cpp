@@ -42,11 +42,11 @@ void Still::choose() {
     });
 }
 
-void Still::inherit(const Still& parent) {
+void Still::inherit(const ProcessMemory& parent, const std::vector<Entry>& theirs) {
     for (const Entry& entry : chosen_)
-        within(parent.chosen_, entry.address, entry.address + entry.count * kPage,
+        within(theirs, entry.address, entry.address + entry.count * kPage,
                [&](uint64_t start, uint64_t end) {
-                   each_common(memory_, &parent.memory_, start, (end - start) / kPage,
+                   each_common(memory_, &parent, start, (end - start) / kPage,
                                [&](uint64_t address, uint64_t count, bool common) {
                                    if (common)
                                        inherited_.push_back({address, count, kInParent});

@@ -25,9 +25,10 @@ class Still {
     // at work.
     ProcessMemory& memory() { return memory_; }
     void choose();
-    // Once all have chosen, before `hand_over`. Any thread. Pages that are common with the parent,
-    // which has chosen them too, are not copied.
-    void inherit(const Still& parent);
+    const std::vector<Entry>& chosen() const { return chosen_; }
+    // Before `hand_over`. Any thread. Pages that its parent has as well, among `theirs`, are not
+    // copied.
+    void inherit(const ProcessMemory& parent, const std::vector<Entry>& theirs);
     bool has_pages() const { return !chosen_.empty(); }
     uint64_t bytes() const;
     // Pages that CRIU has to send, in order of their addresses.

@@ -274,6 +274,15 @@ std::vector<scan::Region> Tracked::for_criu() const {
     return found;
 }
 
+std::vector<Entry> Tracked::present() const {
+    std::vector<Entry> found;
+    memory_.each_found([&](const scan::Region& region) {
+        if (region.categories & scan::kPresent)
+            found.push_back({region.start, (region.end - region.start) / kPage, kPresent});
+    });
+    return found;
+}
+
 void Tracked::spare(const Tracked& parent) {
     memory_.each_found([&](const scan::Region& region) {
         if (region.categories & (scan::kTracked | scan::kSwapped))

@@ -36,7 +36,9 @@ class Tracked {
 
     // The process is stopped: its pages are looked up in there.
     ProcessMemory& memory() { return memory_; }
-    // After that: CRIU need not send what is common with the parent, which is looked up as well.
+    // After that: pages of its own that are in memory, in order.
+    std::vector<Entry> present() const;
+    // CRIU need not send what is common with the parent, which is looked up as well.
     void spare(const Tracked& parent);
     // Pages that CRIU has to send, in order of their addresses.
     std::vector<scan::Region> for_criu() const;
@@ -47,6 +49,8 @@ class Tracked {
                 const Tracked* parent);
     // After that: pages that are common with the parent, which keeps them.
     const std::vector<Entry>& inherited() const { return inherited_; }
+    // All that the image has of it.
+    const std::vector<Entry>& stored() const { return stored_; }
     // Ends the protection, after which the process is as it was.
     void release();
     // Hands the pages to `copier` in order of their addresses, with those that CRIU has sent:

@@ -17,7 +17,6 @@ namespace pages {
 namespace {
 
 constexpr uint64_t kWorth = 16 << 20; // a process with less is left to CRIU
-constexpr uint64_t kMostAddress = 1ull << 56;
 
 // criu/include/image.h
 constexpr uint64_t kRegular = 1 << 0, kHeap = 1 << 5, kFilePrivate = 1 << 6, kAnonPrivate = 1 << 9;
@@ -37,12 +36,6 @@ uint64_t total(const Ranges& ranges) {
     for (const Range& range : ranges)
         bytes += range.end - range.start;
     return bytes;
-}
-
-std::string hex(uint64_t value) {
-    char text[24];
-    snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(value));
-    return text;
 }
 
 using Memories = std::map<uint64_t, Memory>; // by process
@@ -196,18 +189,11 @@ struct Split {
     }
 };
 
-Split split(const std::string& name, const Pagemap& pagemap, const Ranges& late) {
+Split split(const Pagemap& pagemap, const Ranges& late) {
     Split out;
-    uint64_t least = 0;
     for (const PagemapEntry& entry : pagemap.entries) {
         uint64_t start = entry.address;
-        const uint64_t end = start + std::min(entry.count, kMostAddress / kPage) * kPage;
-        const bool is_known = (entry.flags & ~kLazy) == kPresent || entry.flags == kInParent;
-        if (!is_known || entry.in_parent || start < least || start >= end || end > kMostAddress ||
-            start % kPage)
-            throw PagesFailure(name + " has an entry at " + hex(start) + " with flags " +
-                               std::to_string(entry.flags));
-        least = end;
+        const uint64_t end = start + entry.count * kPage;
         auto range = std::lower_bound(late.begin(), late.end(), start,
                                       [](const Range& r, uint64_t at) { return r.end <= at; });
         for (; range != late.end() && range->start < end; range++) {
@@ -253,7 +239,7 @@ void make_files(const std::string& images, const std::string& folder, const Proc
     const std::string name = "/pagemap-" + std::to_string(process.pid) + ".img";
     const Pagemap& pagemap = parents.pagemap(process.pid);
     const std::string pages = "/pages-" + std::to_string(pagemap.pages) + ".img";
-    Split parts = split(name.substr(1), pagemap, late);
+    Split parts = split(pagemap, late);
     struct stat file;
     if (stat((images + pages).c_str(), &file) != 0)
         throw system_failure(images + pages, errno);
@@ -333,6 +319,7 @@ View make_view(const std::string& images, const std::string& folder) {
     const Parents parents(images, tree, memory);
     View view;
     view.inherits = parents.any();
+    parents.link(folder);
     view.cut = cut_mappings(images, folder, tree, parents, memory);
     for (const Process& process : tree)
         for (const auto& range : may_share(process, parents, memory)) {
@@ -350,7 +337,6 @@ View make_view(const std::string& images, const std::string& folder) {
     }
     if (!fills.empty() || !view.cut.empty() || view.inherits)
         link_others(images, folder);
-    parents.link(folder);
     return view;
 }
 

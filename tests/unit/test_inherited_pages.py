@@ -79,10 +79,11 @@ def family(start: StartJob) -> Iterator[Job]:
         kill_tree(job.pid)
 
 
-def digests(job: Job) -> list[str]:
+def said(job: Job, number: int, processes: int = PROCESSES) -> list[str]:
+    """What each process says to a signal."""
     for pid in tree_pids(job.pid):
-        os.kill(pid, signal.SIGUSR1)
-    lines = [job.line() for _ in range(PROCESSES)]
+        os.kill(pid, number)
+    lines = [job.line() for _ in range(processes)]
     return sorted(line for line in lines if line is not None)
 
 
@@ -136,16 +137,61 @@ def test_what_processes_have_in_common_is_stored_once_and_stays_common(
         resume_tree(family.pid)
         # Each page that is written is one more, and none that is read.
         assert memory(family) < had + 16 * MIB
-    before = digests(family)
+    before = said(family, signal.SIGUSR1)
     counts = {pid: mappings(pid) for pid in tree_pids(family.pid)}
     family.end_tree()
     view = restore(criu, family, images)
     assert view is not None and view.inherits
-    assert digests(family) == before
+    assert said(family, signal.SIGUSR1) == before
     # Also of child 1, whose mappings are others.
     assert memory(family) < had + 16 * MIB
     # The kernel has joined what the view had cut.
     assert all(mappings(pid) <= count for pid, count in counts.items())
+
+
+FORKS = """
+import hashlib, os, random, signal, time
+data = bytearray(random.Random(1).randbytes(32 << 20))
+def report(*_):
+    os.write(1, f"{hashlib.sha256(data).hexdigest()[:12]}\\n".encode())
+def fork(*_):
+    for number in range(2):
+        if os.fork() == 0:
+            data[number << 20:number + 1 << 20] = bytes([number]) * (1 << 20)
+            os.write(1, b"forked\\n")
+            return
+    data[8 << 20:9 << 20] = bytes([7]) * (1 << 20)
+    os.write(1, b"forked\\n")
+signal.signal(signal.SIGUSR1, report)
+signal.signal(signal.SIGUSR2, fork)
+os.write(1, b"ready\\n")
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_processes_that_are_forked_since_the_last_pass_have_pages_of_their_parent(
+    criu: Criu, start: StartJob, tmp_path: Path
+) -> None:
+    become_subreaper()
+    job = start(FORKS)
+    try:
+        assert job.line() == "ready"
+        server = track(job, tmp_path)
+        os.kill(job.pid, signal.SIGUSR2)
+        assert [job.line() for _ in range(3)] == ["forked"] * 3
+        stay_on_one_processor(job)
+        before = said(job, signal.SIGUSR1, 3)
+        stats = dump_twice(criu, job, tmp_path, server)
+        compare(tmp_path)
+        assert len(stats.inherited) == 2 and min(stats.inherited.values()) > 28 * MIB
+        assert stored(tmp_path / "early") < 60 * MIB
+        job.end_tree()
+        restore(criu, job, tmp_path / "early")
+        assert said(job, signal.SIGUSR1, 3) == before
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            kill_tree(job.pid)
 
 
 DRAWN = """
@@ -220,14 +266,6 @@ while True:
 DRAWN_PROCESSES = 8
 
 
-def asked(job: Job, number: int) -> list[str]:
-    """What each process says to a signal."""
-    for pid in tree_pids(job.pid):
-        os.kill(pid, number)
-    lines = [job.line() for _ in range(DRAWN_PROCESSES)]
-    return sorted(line for line in lines if line is not None)
-
-
 @pytest.mark.parametrize("how", ["still", "early"])
 @pytest.mark.parametrize("seed", range(4))
 def test_drawn_families_are_as_they_were(
@@ -241,20 +279,20 @@ def test_drawn_families_are_as_they_were(
         if how == "early":
             server = track(job, tmp_path)
             for _ in range(seed % 3):
-                assert set(asked(job, signal.SIGUSR2)) == {"changed"}
+                assert set(said(job, signal.SIGUSR2, DRAWN_PROCESSES)) == {"changed"}
                 server.again(60)
-            assert set(asked(job, signal.SIGUSR2)) == {"changed"}
+            assert set(said(job, signal.SIGUSR2, DRAWN_PROCESSES)) == {"changed"}
         else:
             stay_on_one_processor(job)
             server = PageServer.start(tmp_path / "early", tree_pids(job.pid), threads=2)
             server.wait_ready(60)
         server.again(60)
-        before = asked(job, signal.SIGUSR1)
+        before = said(job, signal.SIGUSR1, DRAWN_PROCESSES)
         dump_twice(criu, job, tmp_path, server)
         compare(tmp_path)
         job.end_tree()
         restore(criu, job, tmp_path / "early")
-        assert asked(job, signal.SIGUSR1) == before
+        assert said(job, signal.SIGUSR1, DRAWN_PROCESSES) == before
     finally:
         with contextlib.suppress(ProcessLookupError):
             kill_tree(job.pid)
