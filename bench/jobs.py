@@ -27,6 +27,7 @@ KNOWN = {
     "gpt2": About(flowgpu=25, peer=40, peer_torch_save=35),
     "gpt2_xl": About(repeats=2, flowgpu=55, peer=130, peer_torch_save=110),
     "resnet50": About(flowgpu=30, peer=45, peer_torch_save=40),
+    "torch_compile": About(("--step-delay", "0.02"), flowgpu=40, peer=60),
     "resnet50_infer": About(BIG),
     "vit_l16": About(BIG, repeats=2, flowgpu=35, peer=70, peer_torch_save=45),
     "bert_large": About(BIG, repeats=2, flowgpu=35, peer=70, peer_torch_save=45),
