@@ -70,6 +70,14 @@ bool Parents::inherits(uint64_t pid, const Range& range) const {
     return found != all.end() && found->start < range.end;
 }
 
+void Parents::add_inherited(uint64_t pid, const Range& range, std::vector<Range>& found) const {
+    const std::vector<Range>& all = lists_.at(pid).inherited;
+    auto one = std::upper_bound(all.begin(), all.end(), range.start,
+                                [](uint64_t at, const Range& other) { return at < other.end; });
+    for (; one != all.end() && one->start < range.end; one++)
+        found.push_back({std::max(one->start, range.start), std::min(one->end, range.end)});
+}
+
 const Parents::List& Parents::parent_of(uint64_t pid) const {
     const auto found = lists_.find(lists_.at(pid).parent);
     if (found == lists_.end())

@@ -29,6 +29,8 @@ class Parents {
     bool any() const;
     bool inherits(uint64_t pid) const { return !lists_.at(pid).inherited.empty(); }
     bool inherits(uint64_t pid, const Range& range) const;
+    // Adds the ranges of such pages in a range.
+    void add_inherited(uint64_t pid, const Range& range, std::vector<Range>& found) const;
 
     // CRIU looks for such pages in a folder `parent` beside the process's list, in a list of the
     // same name: makes these folders, of links to the parents' files. Throws PagesFailure.

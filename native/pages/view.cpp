@@ -138,13 +138,18 @@ Ranges without(const Ranges& ranges, Ranges holes) {
     std::sort(holes.begin(), holes.end(),
               [](const Range& a, const Range& b) { return a.start < b.start; });
     Ranges found;
+    auto first = holes.begin(); // no hole before it reaches into the ranges that are left
     for (auto [start, end] : ranges) {
-        for (const Range& hole : holes) {
-            if (hole.end <= start || hole.start >= end)
+        uint64_t reached = 0;
+        for (auto hole = first; hole != holes.end() && hole->start < end; hole++) {
+            reached = std::max(reached, hole->end);
+            if (reached <= start) {
+                first = hole + 1;
                 continue;
-            if (start < hole.start)
-                found.push_back({start, hole.start});
-            start = std::min(hole.end, end);
+            }
+            if (start < hole->start)
+                found.push_back({start, hole->start});
+            start = std::min(std::max(start, hole->end), end);
         }
         if (start < end)
             found.push_back({start, end});
@@ -310,7 +315,8 @@ void link_others(const std::string& images, const std::string& folder) {
 View make_view(const std::string& images, const std::string& folder) {
     const std::vector<Process> tree = read_tree(images + "/pstree.img");
     Memories memory;
-    std::map<uint64_t, Shared> shared;
+    std::map<uint64_t, Shared> shared; // where nothing tells which pages are common
+    std::map<uint64_t, Ranges> common;
     for (const Process& process : tree) {
         const std::string path = images + "/mm-" + std::to_string(process.pid) + ".img";
         if (access(path.c_str(), F_OK) == 0) // a zombie has none
@@ -322,15 +328,19 @@ View make_view(const std::string& images, const std::string& folder) {
     parents.link(folder);
     view.cut = cut_mappings(images, folder, tree, parents, memory);
     for (const Process& process : tree)
-        for (const auto& range : may_share(process, parents, memory)) {
-            shared[process.pid].insert(range);
-            shared[process.parent].insert(range);
-        }
+        for (const auto& range : may_share(process, parents, memory))
+            for (const uint64_t pid : {process.pid, process.parent}) {
+                if (parents.inherits(process.pid))
+                    parents.add_inherited(process.pid, {range.first, range.second}, common[pid]);
+                else
+                    shared[pid].insert(range);
+            }
     std::vector<Fill>& fills = view.fills;
     for (const Process& process : tree) {
         if (!memory.count(process.pid))
             continue;
-        const Ranges late = late_ranges(memory[process.pid], shared[process.pid]);
+        const Ranges late = without(late_ranges(memory[process.pid], shared[process.pid]),
+                                    std::move(common[process.pid]));
         if (total(late) >= kWorth)
             make_files(images, folder, process, without(late, touched(images, process)), parents,
                        fills);
