@@ -212,9 +212,9 @@ class Restore:
         manifest = self._manifest
         if manifest.gpu not in ("none", self._job.gpu):
             raise GpuMismatch(image=f"a GPU of kind {manifest.gpu}", here=self._job.gpu)
-        # Where more is missing, CRIU names that at once.
-        may_try = probes.capabilities() & probes.CHECKPOINT_RIGHTS
-        if may_try and not probes.may_restore_bounding_set():
+        if not probes.capabilities() & probes.CHECKPOINT_RIGHTS:
+            raise MissingCapability(action="CRIU's restore", capability="CAP_SYS_ADMIN")
+        if not probes.may_restore_bounding_set():
             raise MissingCapability(action="CRIU's restore", capability="CAP_SETPCAP")
         for pid in manifest.pids:
             if Path(f"/proc/{pid}").exists():

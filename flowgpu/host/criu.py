@@ -252,7 +252,8 @@ class CriuRun:
 
     def _explain(self, code: int) -> FlowError:
         self._stderr.seek(0)
-        words = self._stderr.read().decode(errors="replace").strip().splitlines()
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        words = [line for line in lines if not line.startswith("Warn ")]
         fallback = words[-1] if words else f"it ended with status {code} and no message"
         # CRIU's log says only that its connection has ended.
         reason = self._pages.failure() if self._pages is not None else ""

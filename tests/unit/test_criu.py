@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import re
+import resource
 import selectors
 import shutil
 import signal
@@ -22,6 +23,7 @@ from flowgpu.errors import (
     CriuFailed,
     CriuMissing,
     CriuTimeout,
+    LimitTooLow,
     MissingCapability,
 )
 from flowgpu.host import criu as criu_module
@@ -434,6 +436,15 @@ def test_fetched_criu_runs_from_another_folder(criu: Criu, tmp_path: Path) -> No
     link.symlink_to(tmp_path / "moved" / "criu")
     done = subprocess.run([link, "--version"], capture_output=True, text=True, check=True)
     assert ".".join(map(str, criu.version)) in done.stdout
+
+
+def test_a_log_that_is_cut_off_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
+    log = tmp_path / "dump.log"
+    log.write_text("(00.000001) Dumping a process\n" * 200)
+    error = criu_log.explain_file(log, "dump", "it was ended by SIGXFSZ")
+    assert isinstance(error, LimitTooLow)
+    assert "CRIU's dump does not work where `ulimit -f` is 4096 bytes" in str(error)
 
 
 def test_the_right_that_a_restore_lacks_is_named_behind_what_is_harmless() -> None:
