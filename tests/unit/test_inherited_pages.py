@@ -28,7 +28,15 @@ from flowgpu.image.reader import Image, verify
 from tests.unit.coordinator_job import Jobs
 
 MIB = 1 << 20
-FAMILY = """
+OBEYS = """
+signal.signal(signal.SIGUSR1, report)
+signal.signal(signal.SIGUSR2, change)
+os.write(1, b"ready\\n")
+while True:
+    time.sleep(0.01)
+"""
+FAMILY = (
+    """
 import ctypes, hashlib, mmap, os, random, signal, time
 dice = random.Random(1)
 def private(size):
@@ -56,27 +64,33 @@ for number in range(3):
 def report(*_):
     found = [hashlib.sha256(region).hexdigest()[:12] for region in (first, second, zeros)]
     os.write(1, f"{name} {' '.join(found)}\\n".encode())
-def write(*_):
+def change(*_):
     first[10 << 20:12 << 20] = dice.randbytes(2 << 20)
     os.write(1, b"written\\n")
-signal.signal(signal.SIGUSR1, report)
-signal.signal(signal.SIGUSR2, write)
-os.write(1, b"ready\\n")
-while True:
-    time.sleep(0.01)
 """
+    + OBEYS
+)
 PROCESSES = 5
+
+
+@contextlib.contextmanager
+def running(start: StartJob, processes: int, *words: str) -> Iterator[Job]:
+    """A job that says once for each of so many processes that it is ready."""
+    become_subreaper()
+    job = start(*words)
+    try:
+        assert [job.line() for _ in range(processes)] == ["ready"] * processes
+        yield job
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            kill_tree(job.pid)
 
 
 @pytest.fixture
 def family(start: StartJob) -> Iterator[Job]:
     """A parent, three children and a grandchild, with 64 MiB that most of them have in common."""
-    become_subreaper()
-    job = start(FAMILY)
-    assert [job.line() for _ in range(PROCESSES)] == ["ready"] * PROCESSES
-    yield job
-    with contextlib.suppress(ProcessLookupError):
-        kill_tree(job.pid)
+    with running(start, PROCESSES, FAMILY) as job:
+        yield job
 
 
 def said(job: Job, number: int, processes: int = PROCESSES) -> list[str]:
@@ -149,12 +163,13 @@ def test_what_processes_have_in_common_is_stored_once_and_stays_common(
     assert all(mappings(pid) <= count for pid, count in counts.items())
 
 
-FORKS = """
+FORKS = (
+    """
 import hashlib, os, random, signal, time
 data = bytearray(random.Random(1).randbytes(32 << 20))
 def report(*_):
     os.write(1, f"{hashlib.sha256(data).hexdigest()[:12]}\\n".encode())
-def fork(*_):
+def change(*_):
     for number in range(2):
         if os.fork() == 0:
             data[number << 20:number + 1 << 20] = bytes([number]) * (1 << 20)
@@ -162,21 +177,15 @@ def fork(*_):
             return
     data[8 << 20:9 << 20] = bytes([7]) * (1 << 20)
     os.write(1, b"forked\\n")
-signal.signal(signal.SIGUSR1, report)
-signal.signal(signal.SIGUSR2, fork)
-os.write(1, b"ready\\n")
-while True:
-    time.sleep(0.01)
 """
+    + OBEYS
+)
 
 
 def test_processes_that_are_forked_since_the_last_pass_have_pages_of_their_parent(
     criu: Criu, start: StartJob, tmp_path: Path
 ) -> None:
-    become_subreaper()
-    job = start(FORKS)
-    try:
-        assert job.line() == "ready"
+    with running(start, 1, FORKS) as job:
         server = track(job, tmp_path)
         os.kill(job.pid, signal.SIGUSR2)
         assert [job.line() for _ in range(3)] == ["forked"] * 3
@@ -189,12 +198,10 @@ def test_processes_that_are_forked_since_the_last_pass_have_pages_of_their_paren
         job.end_tree()
         restore(criu, job, tmp_path / "early")
         assert said(job, signal.SIGUSR1, 3) == before
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            kill_tree(job.pid)
 
 
-DRAWN = """
+DRAWN = (
+    """
 import ctypes, hashlib, mmap, os, random, signal, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
@@ -212,7 +219,7 @@ for size, flags, fd in (8, 0x22, -1), (4, 0x22, -1), (4, 0x2, file), (2, 0x4022,
     ctypes.memmove(regions[-1][0], dice.randbytes(size * MIB), size * MIB)
 libc.madvise(regions[0][0], regions[0][1], 14)  # huge pages
 
-def change():
+def draw():
     region = dice.choice(regions)
     start, size, written = region
     at = dice.randrange(size // 4096) * 4096
@@ -242,7 +249,7 @@ def change():
 name = "p"
 for _ in range(3):
     for _ in range(dice.randrange(4)):
-        change()
+        draw()
     if len(name) < 4 and os.fork() == 0:
         name += "c"
     else:
@@ -253,16 +260,13 @@ def report(*_):
     for start, size, _ in sorted(regions):
         found.update(start.to_bytes(8, "little") + ctypes.string_at(start, size))
     os.write(1, f"{name} {found.hexdigest()[:16]}\\n".encode())
-def more(*_):
+def change(*_):
     for _ in range(6):
-        change()
+        draw()
     os.write(1, b"changed\\n")
-signal.signal(signal.SIGUSR1, report)
-signal.signal(signal.SIGUSR2, more)
-os.write(1, b"ready\\n")
-while True:
-    time.sleep(0.01)
 """
+    + OBEYS
+)
 DRAWN_PROCESSES = 8
 
 
@@ -272,10 +276,7 @@ def test_drawn_families_are_as_they_were(
     criu: Criu, start: StartJob, tmp_path: Path, seed: int, how: str
 ) -> None:
     """They write, drop, move, cut and protect memory before forks and after."""
-    become_subreaper()
-    job = start(DRAWN, str(seed))
-    try:
-        assert [job.line() for _ in range(DRAWN_PROCESSES)] == ["ready"] * DRAWN_PROCESSES
+    with running(start, DRAWN_PROCESSES, DRAWN, str(seed)) as job:
         if how == "early":
             server = track(job, tmp_path)
             for _ in range(seed % 3):
@@ -293,9 +294,6 @@ def test_drawn_families_are_as_they_were(
         job.end_tree()
         restore(criu, job, tmp_path / "early")
         assert said(job, signal.SIGUSR1, DRAWN_PROCESSES) == before
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            kill_tree(job.pid)
 
 
 @pytest.mark.parametrize("what", ["list", "pages"])
