@@ -41,7 +41,7 @@ def refuse_strays(found: Collection[int]) -> None:
     """Raises Unsupported where there are any."""
     if found:
         name = f"process {min(found)}, which has left the job's process tree"
-        raise Unsupported(name=name)
+        raise Unsupported(name=f"{name} (with a shell as its first process it stays in it)")
 
 
 def strays(job: RunningJob) -> list[int]:

@@ -15,10 +15,12 @@ from pathlib import Path
 
 from coordinator.keeper import END
 from coordinator.polling import readable
+from flowgpu.errors import PidTaken
 from flowgpu.host import proctree
 from flowgpu.host.proctree import fd_targets, tree_pids
 from flowgpu.jobs import start_time
-from flowgpu.launch import find_program, fitted_env
+from flowgpu.launch import find_program, fitted_env, is_shell
+from flowgpu.launch import program as native_program
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +38,23 @@ def start_root(
     umask: int,
     descriptors: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start the root task in a session of its own. Raises OSError, NotBuilt."""
+    """Start the root task in a session of its own. Raises OSError, NotBuilt.
+
+    A shell becomes the parent of orphans below it, as the first process of a container is: what its
+    script leaves in the background stays in the job's tree. Other programs might take an orphan for
+    one of their own children.
+    """
+    words = command
     if program := find_program(command[0], env, cwd):
         env, unfit = fitted_env(env, program)
         if unfit:
             log.warning("%s runs without FlowGPU's libraries: %s", program, unfit)
+        if is_shell(program):
+            path = command[0] if os.path.dirname(command[0]) else program  # a script is told it
+            words = [str(native_program("flowgpu-subreaper")), path, *command]
     with open(stdin or os.devnull, "rb") as source:
         return subprocess.Popen(
-            command,
+            words,
             env=env,
             cwd=cwd,
             stdin=source,
@@ -58,6 +69,23 @@ def start_root(
 def alive(pid: int) -> bool:
     """True if the process exists and is no zombie."""
     return start_time(pid) != 0
+
+
+UNHEARD_SECONDS = 10.0
+"""Within which an init hears of an orphan's end: some look only now and then, others never."""
+
+
+def refuse_taken(pids: Iterable[int]) -> None:
+    """Raise PidTaken for a process id that is in use.
+
+    A process that has ended has its id until its parent has heard of it.
+    """
+    deadline = time.monotonic() + UNHEARD_SECONDS
+    for pid in pids:
+        while state := proctree.thread_state(pid, pid):
+            if state != "Z" or time.monotonic() >= deadline:
+                raise PidTaken(pid=pid)
+            time.sleep(0.01)
 
 
 SERVICE_THREAD = "flowgpu"

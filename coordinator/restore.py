@@ -29,7 +29,7 @@ from coordinator.ghost_client import GhostError
 from coordinator.ghost_commands import Extent
 from coordinator.job_files import find_grown, look, named
 from coordinator.memory_files import Putting
-from coordinator.process import kill_tree, limit_processes
+from coordinator.process import kill_tree, limit_processes, refuse_taken
 from coordinator.records import is_same
 from coordinator.refill import Refill, Saved
 from coordinator.session import GhostLink, Progress, RunningJob, Session
@@ -45,7 +45,6 @@ from flowgpu.errors import (
     InternalError,
     MissingCapability,
     NoCodeForGpu,
-    PidTaken,
     RestoreFailed,
     is_internal,
     words_of,
@@ -216,9 +215,7 @@ class Restore:
             raise MissingCapability(action="CRIU's restore", capability="CAP_SYS_ADMIN")
         if not probes.may_restore_bounding_set():
             raise MissingCapability(action="CRIU's restore", capability="CAP_SETPCAP")
-        for pid in manifest.pids:
-            if Path(f"/proc/{pid}").exists():
-                raise PidTaken(pid=pid)
+        refuse_taken(manifest.pids)
         # CRIU compares sizes and build ids of mapped files, not what is in them.
         for library in manifest.libraries:
             if not is_same(library):

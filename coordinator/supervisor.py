@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -122,6 +123,7 @@ class Supervisor(Sessions):
         super().__init__(job, directory, ghosts)
         self._root: OwnRoot | AdoptedRoot
         self._leader: Leader | None = None
+        self._device: socket.socket | None = None
         self._attached = threading.Event()
         self._exit_code: int | None = None  # of the root
         self._failure: FlowError | None = None
@@ -153,6 +155,7 @@ class Supervisor(Sessions):
             keeper_pid=keeper,
             keeper_start=start_time(keeper),
         )
+        self._hold_device()
         self._job.channel.listen()
         self._job.output.begin()
         with self._session:
@@ -177,6 +180,14 @@ class Supervisor(Sessions):
             heard = self._asked if self._restores else server.heard
             heard.wait(TELL_SECONDS)
         self._finish(server)
+
+    def _hold_device(self) -> None:
+        """Keep the emulated device, which ends without clients: a task would start another one, in
+        the job's tree."""
+        if path := self._spec.ghost_env.get("FLOWGPU_EMU_SOCKET"):
+            self._device = socket.socket(socket.AF_UNIX)
+            with contextlib.suppress(OSError):  # a task starts it
+                self._device.connect(path)
 
     def _start(self) -> None:
         if self._kept.writers is None:

@@ -444,7 +444,8 @@ class PidTaken(CriuFailed):
 
     exit_code = 86
     hint = (
-        "End that process, or restore in a new PID namespace, which lasts as long as the command: "
+        "End that process, or the parent of one that has ended; or restore in a new PID namespace, "
+        "which lasts as long as the command: "
         "`unshare --pid --fork --mount-proc flowgpu restore DIR`, without --detach."
     )
 

@@ -310,6 +310,20 @@ def find_program(command: str, env: Mapping[str, str], cwd: str) -> str | None:
     return shutil.which(command, path=env.get("PATH", os.defpath))
 
 
+SHELLS = {"sh", "ash", "bash", "dash", "ksh", "mksh", "zsh"}
+FIRST_LINE_BYTES = 256  # of a script, so far as the kernel reads it
+
+
+def is_shell(program: str) -> bool:
+    """True for a shell, or a script of one."""
+    with suppress(OSError), open(program, "rb") as file:
+        first = file.readline(FIRST_LINE_BYTES)
+        words = os.fsdecode(first[2:]).split() if first.startswith(b"#!") else [program]
+        names = [os.path.basename(word) for word in words if not word.startswith("-")]
+        return bool(names) and names[names[0] == "env" and len(names) > 1] in SHELLS
+    return False
+
+
 def fitted_env(env: dict[str, str], program: str) -> tuple[dict[str, str], str]:
     """Environment of a job's first program, and why it has none of our libraries in it; "" if it
     has. Those that it starts, and that can take them, do not get them either. Raises NotBuilt."""

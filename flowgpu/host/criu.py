@@ -477,6 +477,12 @@ class Criu:
             command.append("--shell-job")
         if script is not None:
             command += ["--action-script", str(script)]
+        about = dict(environment or {})
+        if amx:
+            about["FLOWGPU_AMX"] = "1"
+        if criu_images.adopts_orphans(images_dir):
+            about["LD_PRELOAD"] = str(launch.library_dir() / MEMORY_LIBRARY)
+            about["FLOWGPU_SUBREAPER"] = str(pids[0])
 
         def cleanup() -> None:
             _remove_half_restored(pids, images_dir)
@@ -486,7 +492,7 @@ class Criu:
             action="restore",
             log=work_dir / log,
             timeout=timeout,
-            environment={**(environment or {}), **({"FLOWGPU_AMX": "1"} if amx else {})},
+            environment=about,
             pass_fds=fds.values(),
             tasks=criu_images.living_pids(images_dir),
             cleanup=cleanup,

@@ -38,6 +38,7 @@ _KEY_RIGHTS = re.compile(rb"(?:[\x10\x18\x20\x28\x30\x38]V)*(?:\x40(V))?".replac
 _ALIVE = 1  # of a task's state: set when it runs (1) or is stopped (3), not when it is dead (2, 6)
 _STOPPED = 3
 _PTY = 12  # of a terminal's entry
+_CHILD_SUBREAPER = 18  # of a task
 _TASK, _ACTIONS = 3, 15  # of a process's entry, and of that of its task
 
 
@@ -343,6 +344,12 @@ def smallest_signal_stack(images_dir: Path) -> int | None:
         if stack and stack.number(2):
             found.append(stack.number(2))
     return min(found, default=None)
+
+
+def adopts_orphans(images_dir: Path) -> bool:
+    """True when the root is the parent of orphans below it (PR_SET_CHILD_SUBREAPER)."""
+    task = messages(images_dir / f"core-{pids(images_dir)[0]}.img")[0].message(3)
+    return task is not None and bool(task.number(_CHILD_SUBREAPER))
 
 
 def is_shell_job(images_dir: Path) -> bool:

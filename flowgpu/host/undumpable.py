@@ -177,11 +177,13 @@ def _shared_or_not(pid: int, root: int) -> str:
 
 
 def strange_session(pids: Iterable[int]) -> str:
-    """A session that CRIU cannot make again for who has it, as above.
+    """A session that CRIU cannot make again for who has it; for these processes, the root first.
 
     It makes a process below the leader of its session, or of a parent with the same one. A
-    subreaper within the job, as `tini -s` is, takes over processes of other sessions.
+    subreaper within the job, as `tini -s` is, takes over processes of other sessions. The root may
+    be one: its children are made below a process that ends (native/pages/criu_memory.cpp).
     """
+    pids = list(pids)
     parents: dict[int, tuple[int, int]] = {}  # and sessions, of each process
     for pid in pids:
         with suppress(OSError, IndexError):  # it has ended
@@ -189,6 +191,8 @@ def strange_session(pids: Iterable[int]) -> str:
             fields = about.rpartition(b")")[2].split()
             parents[pid] = int(fields[1]), int(fields[3])
     for pid, (parent, session) in parents.items():
+        if parent == pids[0]:
+            continue
         above, inherited = parent, parents.get(parent, (0, session))[1]
         while session not in (inherited, pid, above) and above in parents:
             above = parents[above][0]

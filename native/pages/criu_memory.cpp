@@ -8,12 +8,17 @@
 // have. What is not there the kernel is asked. From its answers, pages of tracked memory are taken
 // that were not written since their last copy (tracked.h).
 //
+// A process whose session none of its parents has is made by CRIU below one that ends at once. The
+// job's first process is to adopt it, if it adopted orphans before (FLOWGPU_SUBREAPER, its id).
+// CRIU tells the kernel so only later.
+//
 // Takes nothing but names from the C library it meets, which is the one that CRIU comes with.
 #include <cstdarg>
 #include <cstddef>
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
@@ -245,4 +250,11 @@ FGC_EXPORT int unlink(const char* path) {
 FGC_EXPORT int rename(const char* from, const char* to) {
     char from_place[4096], to_place[4096];
     return static_cast<int>(syscall(SYS_rename, kept(from, from_place), kept(to, to_place)));
+}
+
+FGC_EXPORT pid_t setsid() {
+    const char* adopts = getenv("FLOWGPU_SUBREAPER");
+    if (adopts && number_at(adopts) == call(SYS_getpid))
+        call(SYS_prctl, PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+    return static_cast<pid_t>(syscall(SYS_setsid));
 }

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator import process
 from flowgpu.errors import (
     Busy,
     CheckpointFailed,
@@ -429,6 +431,19 @@ def test_a_damaged_image_is_refused_and_nothing_is_restored(jobs: Jobs, tmp_path
     failed = jobs.restore(tmp_path / "image")
     with pytest.raises(ImageDamaged, match=r"gpu0\.data"):
         failed.ask("wait-restored")
+
+
+def test_an_ended_process_has_its_id_until_its_parent_has_heard_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        with monkeypatch.context() as patched, pytest.raises(PidTaken, match=str(ended.pid)):
+            patched.setattr(process, "UNHEARD_SECONDS", 0.0)
+            process.refuse_taken([ended.pid])
+        monkeypatch.setattr(process.time, "sleep", lambda _: ended.wait())
+        process.refuse_taken([ended.pid])
+        assert ended.returncode == 0  # it was waited for until then
 
 
 def test_a_taken_pid_is_named_before_anything_else(jobs: Jobs, tmp_path: Path) -> None:

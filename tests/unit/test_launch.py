@@ -320,3 +320,28 @@ def test_the_coordinator_is_started_apart_from_the_terminal(
     log = JobDir(job).coordinator_log
     assert log.read_text() == f"{len(spec.to_json())} True / True\nNone True\n"
     assert log.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("first_line", "shell"),
+    [
+        ("#!/bin/sh", True),
+        ("#! /usr/bin/bash -e", True),
+        ("#!/usr/bin/env zsh", True),
+        ("#!/usr/bin/env -S bash -e", True),
+        ("#!/usr/bin/env python3", False),
+        ("#!/opt/bin/python bash", False),
+        ("#!/usr/bin/env", False),
+        ("#!", False),
+        ("echo from no script", False),
+    ],
+)
+def test_scripts_of_shells_are_known_by_their_first_line(
+    first_line: str, shell: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "script"
+    script.write_text(first_line + "\n")
+    assert launch.is_shell(str(script)) == shell
+    script.rename(tmp_path / "dash")
+    assert launch.is_shell(str(tmp_path / "dash")) == (shell or not first_line.startswith("#!"))
+    assert not launch.is_shell(str(tmp_path / "missing"))

@@ -208,7 +208,9 @@ def test_a_process_that_is_traced_is_named() -> None:
 
 ORPHAN = """
 import ctypes, os, sys, time
-if sys.argv[1] == "subreaper":
+if sys.argv[1] == "subreaper" and os.fork():
+    time.sleep(1000)
+if sys.argv[1] != "parent":
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 middle = os.fork()
 if middle == 0:
@@ -218,19 +220,21 @@ if middle == 0:
     if child == 0:
         time.sleep(1000)
     print(child, flush=True)
-    if sys.argv[1] == "subreaper":
+    if sys.argv[1] != "parent":
         os._exit(0)
     time.sleep(1000)
-if sys.argv[1] == "subreaper":
+if sys.argv[1] != "parent":
     os.waitpid(middle, 0)
 print("there", flush=True)
 time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("above", ["subreaper", "parent"])
+@pytest.mark.parametrize("above", ["root", "subreaper", "parent"])
 @pytest.mark.parametrize("what", ["session", "group"])
-def test_an_orphan_of_another_session_that_a_subreaper_has_is_named(above: str, what: str) -> None:
+def test_an_orphan_of_another_session_that_a_subreaper_below_the_root_has_is_named(
+    above: str, what: str
+) -> None:
     command = [sys.executable, "-c", ORPHAN, above, what]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
