@@ -21,6 +21,7 @@ from flowgpu.host.proctree import fd_targets, tree_pids
 from flowgpu.jobs import start_time
 from flowgpu.launch import find_program, fitted_env, is_shell
 from flowgpu.launch import program as native_program
+from flowgpu.ranks import is_hosted
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +42,15 @@ def start_root(
     """Start the root task in a session of its own. Raises OSError, NotBuilt.
 
     A shell becomes the parent of orphans below it, as the first process of a container is: what its
-    script leaves in the background stays in the job's tree. Other programs might take an orphan for
-    one of their own children.
+    script leaves in the background stays in the job's tree. So does the host of several ranks.
+    Other programs might take an orphan for one of their own children.
     """
     words = command
     if program := find_program(command[0], env, cwd):
         env, unfit = fitted_env(env, program)
         if unfit:
             log.warning("%s runs without FlowGPU's libraries: %s", program, unfit)
-        if is_shell(program):
+        if is_shell(program) or is_hosted(command):
             path = command[0] if os.path.dirname(command[0]) else program  # a script is told it
             words = [str(native_program("flowgpu-subreaper")), path, *command]
     with open(stdin or os.devnull, "rb") as source:

@@ -156,6 +156,44 @@ def test_orphans_of_another_program_are_refused_by_name(tmp_path: Path) -> None:
         assert out.read_text().splitlines() == ["ready", "gpu True"]
 
 
+def test_orphans_of_ranks_stay_with_the_first_process_of_the_job(tmp_path: Path) -> None:
+    program = GPU + "went()\nos.kill(int(sys.argv[2]), 9)\nprint('gpu', gpu(), flush=True)\n"
+    script = 'pid=$(sh -c "sleep 1000 > /dev/null & echo \\$!"); "$@" $pid; exit $?'
+    go = tmp_path / "go"
+    words = ["run", "--join", "ranks", "--gpu", "emulated", "--", "sh", "-c", script, "sh"]
+    outs = [tmp_path / f"out-{rank}" for rank in range(2)]
+    ranks = []
+    try:
+        for rank, out in enumerate(outs):
+            place = {
+                "SLURM_JOB_ID": "7",
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NUM_NODES": "1",
+                "SLURM_STEP_TASKS_PER_NODE": "2",
+                "SLURM_STEP_NODELIST": "here",
+                "SLURM_NODEID": "0",
+                "SLURM_LOCALID": str(rank),
+                "SLURM_PROCID": str(rank),
+            }
+            command = [*FLOWGPU, *words, sys.executable, "-c", program, str(go)]
+            with open(out, "wb") as file:
+                env = {**os.environ, **place}
+                ranks.append(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=env))
+        wait_for(lambda: outs[0].read_text().count("ready") == 2, "both ranks", SECONDS)
+        done = flowgpu("pause-and-dump", "ranks", "--output", tmp_path / "image")
+        assert done.returncode == 0, done.stderr
+        assert [rank.wait(SECONDS) for rank in ranks] == [DUMPED_EXIT] * 2
+    finally:
+        flowgpu("kill", "ranks")
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    go.touch()
+    restored = flowgpu("restore", tmp_path / "image")
+    assert restored.returncode == 0, restored.stderr
+    assert restored.stdout.splitlines() == ["gpu True"] * 2
+
+
 def test_the_emulated_device_is_no_orphan_of_a_job(tmp_path: Path) -> None:
     """It would end before the program uses it, which then would start another one."""
     go = tmp_path / "go"
