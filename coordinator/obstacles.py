@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -14,7 +13,14 @@ from coordinator.session import RunningJob
 from flowgpu.errors import CriuUnsupported, MissingCapability, Unsupported
 from flowgpu.host import mps, probes, tcp
 from flowgpu.host.criu import Criu
-from flowgpu.host.proctree import ExternalPipe, external_pipes, ids, tree_pids
+from flowgpu.host.proctree import (
+    ExternalPipe,
+    external_pipes,
+    ids,
+    memory_sizes,
+    status_numbers,
+    tree_pids,
+)
 from flowgpu.host.sandbox import Search
 from flowgpu.host.undumpable import is_32_bit, outside_socket
 from flowgpu.jobs import JobDir
@@ -184,13 +190,8 @@ def most_saved(pids: Sequence[int], *, look: bool = False) -> int:
 
 def _most_saved(pid: int, parents: Sequence[int]) -> int:
     """That of a process, with only its part of what is common if its parent is one of these."""
-    folder = Path(f"/proc/{pid}")
-    try:
-        text, names = (folder / "status").read_text(errors="replace"), "RssAnon RssShmem VmSwap"
-        parent = re.search(r"^PPid:\s*(\d+)$", text, re.MULTILINE)
-        if parent and int(parent[1]) in parents:
-            text, names = (folder / "smaps_rollup").read_text(), "Pss_Anon Pss_Shmem SwapPss"
-    except OSError:
-        return 0
-    sizes = dict(re.findall(r"^(\w+):\s*(\d+) kB$", text, re.MULTILINE))
-    return sum(int(sizes.get(name, 0)) << 10 for name in names.split())
+    table, names = "status", ("RssAnon", "RssShmem", "VmSwap")
+    if not set(parents).isdisjoint(status_numbers(pid, "PPid")):
+        table, names = "smaps_rollup", ("Pss_Anon", "Pss_Shmem", "SwapPss")
+    sizes = memory_sizes(pid, table)
+    return sum(sizes.get(name, 0) for name in names)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import select
 import socket
 import subprocess
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowgpu import launch
-from flowgpu.host.proctree import end_before_others, how_ended
+from flowgpu.host.proctree import end_before_others, how_ended, memory_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +75,7 @@ class PageStats:
 
 def own_bytes(pid: int) -> int:
     """Bytes of a process that a dump may have to write; 0 when it is gone."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
-    except OSError:
-        return 0
-    found = re.search(r"^RssAnon:\s*(\d+) kB$", status, re.MULTILINE)
-    return int(found[1]) << 10 if found else 0
+    return memory_sizes(pid).get("RssAnon", 0)
 
 
 class _Telling:

@@ -302,6 +302,15 @@ def status_numbers(pid: int, name: str, base: int = 10) -> list[int]:
     return []
 
 
+def memory_sizes(pid: int, table: str = "status") -> dict[str, int]:
+    """Bytes by name in this table of /proc/PID; empty when the process is gone."""
+    with suppress(OSError):
+        text = Path(f"{PROC}/{pid}/{table}").read_text(errors="replace")
+        found = re.findall(r"^(\w+):\s*(\d+) kB$", text, re.MULTILINE)
+        return {name: int(size) << 10 for name, size in found}
+    return {}
+
+
 def inner_pid(pid: int) -> int:
     """The id that a process has in its own PID namespace; 0 where it has ended."""
     return next(reversed(status_numbers(pid, "NSpid")), 0)

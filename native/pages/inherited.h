@@ -19,6 +19,13 @@ struct Kin {
     pid_t pid, parent; // 0: the parent is none of them
 };
 
+template <class Value> std::vector<pid_t> pids_of(const std::map<pid_t, Value>& all) {
+    std::vector<pid_t> pids;
+    for (const auto& [pid, value] : all)
+        pids.push_back(pid);
+    return pids;
+}
+
 // Processes, parents before their children; who is in one generation is nobody's parent there.
 std::vector<std::vector<Kin>> generations(const std::vector<pid_t>& pids);
 

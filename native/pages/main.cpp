@@ -73,10 +73,7 @@ void copy_early(const AllTracked& tracked, unsigned threads) {
 
 // What processes have in common with their parents needs no room.
 void leave_out_common(std::map<pid_t, uint64_t>& sizes, unsigned threads) {
-    std::vector<pid_t> pids;
-    for (const auto& [pid, bytes] : sizes)
-        pids.push_back(pid);
-    by_generation(threads, generations(pids), [&](const Kin& kin, unsigned) {
+    by_generation(threads, generations(pids_of(sizes)), [&](const Kin& kin, unsigned) {
         uint64_t& bytes = sizes.at(kin.pid);
         if (kin.parent)
             bytes -= std::min(bytes, common_pages(kin.pid, kin.parent) * kPage);

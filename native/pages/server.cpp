@@ -30,13 +30,6 @@ constexpr unsigned kPieces = 4;             // of a process's pages, for each th
 constexpr uint64_t kMostPages = 1ull << 34; // 64 TiB: more is no message of CRIU
 constexpr int kRestMs = 15000;              // the rest of a message that has begun
 
-template <class Value> std::vector<pid_t> pids_of(const std::map<pid_t, Value>& all) {
-    std::vector<pid_t> pids;
-    for (const auto& [pid, value] : all)
-        pids.push_back(pid);
-    return pids;
-}
-
 std::vector<Kin> joined(const std::vector<std::vector<Kin>>& all) {
     std::vector<Kin> found;
     for (const std::vector<Kin>& kin : all)

@@ -98,11 +98,8 @@ void Tracked::protect_new() {
 }
 
 uint64_t pass_all(const AllTracked& tracked, unsigned threads) {
-    std::vector<pid_t> pids;
-    for (const auto& [pid, one] : tracked)
-        pids.push_back(pid);
     std::atomic<uint64_t> pages{0};
-    by_generation(threads, generations(pids), [&](const Kin& kin, unsigned some) {
+    by_generation(threads, generations(pids_of(tracked)), [&](const Kin& kin, unsigned some) {
         pages +=
             tracked.at(kin.pid)->pass(some, kin.parent ? tracked.at(kin.parent).get() : nullptr);
     });
