@@ -21,10 +21,10 @@ from tests.emu.test_checkpoint import FLOWGPU, ROOT, SECONDS, emulated_machine, 
 from tests.unit.coordinator_job import wait_for
 
 # Becomes a daemon in one of these ways, and then answers at a Unix socket: what it was told so far,
-# its ids and its parent's.
+# its ids and its parent's. A `worker` uses the GPU.
 SERVE = """
 import os, socket, sys
-how, path = sys.argv[1:]
+how, path, for_gpu = sys.argv[1:]
 listening = socket.socket(socket.AF_UNIX)
 listening.bind(path)
 listening.listen()
@@ -36,18 +36,20 @@ if how in ("twice", "group") and os.fork():
     os._exit(0)
 if how == "group":
     os.setpgid(0, 0)
+if how == "worker":
+    exec(for_gpu)
 told = []
 while True:
     client, _ = listening.accept()
     word = client.recv(100).decode()
     if word == "end":
         os._exit(0)
-    told.append(word)
+    told.append((word, how != "worker" or gpu()))
     ids = [os.getpid(), os.getsid(0), os.getpgid(0), os.getppid()]
     client.send(repr((told, ids)).encode())
     client.close()
 """
-WAYS = ("plain", "session", "twice", "group")
+WAYS = ("plain", "session", "twice", "group", "worker")
 
 # Its first argument is the file that lets it go on, the second a folder for sockets. The daemon
 # `led` is an orphan in the session of a process that lives on.
@@ -55,7 +57,7 @@ PROGRAM = (
     GPU
     + f"""
 import socket
-SERVE, WAYS = {SERVE!r}, {WAYS!r}
+SERVE, WAYS, FOR_GPU = {SERVE!r}, {WAYS!r}, {GPU!r}
 """
     + """
 leading = "import os, subprocess, sys, time; os.setsid(); "
@@ -68,8 +70,8 @@ def ask(how, word):
     client.send(word.encode())
     return client.recv(1000).decode()
 for how in WAYS:
-    subprocess.run([sys.executable, "-c", SERVE, how, place(how)], check=True)
-leader = subprocess.Popen([sys.executable, "-c", leading, SERVE, "plain", place("led")])
+    subprocess.run([sys.executable, "-c", SERVE, how, place(how), FOR_GPU], check=True)
+leader = subprocess.Popen([sys.executable, "-c", leading, SERVE, "plain", place("led"), ""])
 until(lambda: os.path.exists(place("led")))
 ways = [*WAYS, "led"]
 root = os.getppid()
@@ -81,7 +83,7 @@ print("below the script:", all(ids[3] == root for _, ids in before.values()))
 went()
 for how in ways:
     told, ids = eval(ask(how, "second"))
-    print(how, told == [*before[how][0], "second"], ids == before[how][1])
+    print(how, told == [*before[how][0], ("second", True)], ids == before[how][1])
 for how in ways:
     ask(how, "end")
 ended = [before[how][1][0] for how in ways]
@@ -116,22 +118,23 @@ def job(name: str, folder: Path, *words: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize("shell", ["bash", "sh"])
 def test_daemons_of_a_script_come_back_below_it(shell: str, tmp_path: Path) -> None:
-    """Also after a second dump; in all, they are asked and told as if nothing had been."""
+    """From an image of the running job, a dump, and a dump of what was restored."""
     name, go = f"daemons-{shell}", tmp_path / "go"
     script = tmp_path / "script"
     script.write_text(f'#!/usr/bin/env {shell}\necho "$0"\n"$@"\nexit $?\n')
     script.chmod(0o700)
     path = os.path.relpath(script, ROOT)
     words = [path, sys.executable, "-c", PROGRAM, str(go), str(tmp_path)]
-    images = [tmp_path / "image", tmp_path / "again"]
+    images = [tmp_path / "live", tmp_path / "image", tmp_path / "again"]
     with job(name, tmp_path, *words) as (out, process):
-        done = flowgpu("pause-and-dump", name, "--output", images[0])
-        assert done.returncode == 0, done.stderr
+        for verb, image in zip(("checkpoint", "pause-and-dump"), images, strict=False):
+            done = flowgpu(verb, name, "--output", image)
+            assert done.returncode == 0, done.stderr
         assert process.wait(SECONDS) == DUMPED_EXIT
         said = [line for line in out.read_text().splitlines() if not line.startswith("flowgpu: ")]
-        restored = flowgpu("restore", images[0], "--detach")
+        restored = flowgpu("restore", images[1], "--detach")
         assert restored.returncode == 0, restored.stderr
-        done = flowgpu("pause-and-dump", name, "--output", images[1])
+        done = flowgpu("pause-and-dump", name, "--output", images[2])
         assert done.returncode == 0, done.stderr
     go.touch()
     for image in images:
@@ -143,7 +146,9 @@ def test_daemons_of_a_script_come_back_below_it(shell: str, tmp_path: Path) -> N
 def test_orphans_of_another_program_are_refused_by_name(tmp_path: Path) -> None:
     """It might take one for a child of its own. The job goes on."""
     program = f"import subprocess, sys\nSERVE = {SERVE!r}\n" + GPU
-    program += "subprocess.run([sys.executable, '-c', SERVE, 'plain', sys.argv[2]], check=True)\n"
+    program += (
+        "subprocess.run([sys.executable, '-c', SERVE, 'plain', sys.argv[2], ''], check=True)\n"
+    )
     program += "went()\nprint('gpu', gpu(), flush=True)\n"
     go, place = tmp_path / "go", tmp_path / "socket"
     words = [sys.executable, "-c", program, str(go), str(place)]
