@@ -72,7 +72,7 @@ def alive(pid: int) -> bool:
     return start_time(pid) != 0
 
 
-UNHEARD_SECONDS = 10.0
+UNHEARD_SECONDS = 30.0
 """Within which an init hears of an orphan's end: some look only now and then, others never."""
 
 

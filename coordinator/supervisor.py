@@ -129,6 +129,7 @@ class Supervisor(Sessions):
         self._failure: FlowError | None = None
         self._restored = threading.Event()
         self._asked = threading.Event()  # somebody waits for the restore
+        self._to_end = False
         self._restore_result: dict[str, Any] | None = None
         self._restore_steps = Steps(("verify", 0, 0))
         if self._restores:
@@ -173,6 +174,8 @@ class Supervisor(Sessions):
         if self._failure is None:
             # Only now: whoever hears of it may ask for a checkpoint at once.
             self._restored.set()
+            if self._to_end:
+                self._end_job()
             threading.Thread(target=self._load, name="load").start()
             self._wait_for_root()
         else:
@@ -394,7 +397,13 @@ class Supervisor(Sessions):
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         log.info("signal %d", signum)
-        if signum == signal.SIGTERM and self._job.root_pid:
+        if signum == signal.SIGTERM:
+            self._end_job()
+
+    def _end_job(self) -> None:
+        """End all of it; one that is still to start or to be restored, as soon as it is there."""
+        self._to_end = True
+        if self._job.root_pid:
             kill_tree(self._job.root_pid)
 
     def _on_thread_failed(self, failed: threading.ExceptHookArgs) -> None:
@@ -461,8 +470,7 @@ class Supervisor(Sessions):
         return {}
 
     def _on_kill(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:
-        if self._job.root_pid:
-            kill_tree(self._job.root_pid)
+        self._end_job()
         return {}
 
     def _on_wait_restored(self, client: Client, fields: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
 
 READY_SECONDS = 30.0
 KILL_SECONDS = 10.0
-REAP_SECONDS = 30.0
 WINDOW_BYTES = 1 << 44
 """Addresses that a task reserves for the memory of each GPU that it uses (native/vmm)."""
 
@@ -412,19 +411,6 @@ def kill(registry: Registry, job: Job, signum: int | None) -> None:
         return
     request(control, job.name, "kill")
     wait_ended(registry, job)
-
-
-def wait_reaped(pids: Iterable[int]) -> None:
-    """Wait until ended processes are taken off: those of a job that was killed a moment ago.
-
-    Their parents are gone with them, and the first process of a container may look rarely.
-    """
-    deadline = time.monotonic() + REAP_SECONDS
-    for pid in pids:
-        while not start_time(pid) and os.path.exists(f"/proc/{pid}"):
-            if time.monotonic() > deadline:
-                return  # the restore says which one is in its way
-            time.sleep(0.02)
 
 
 def kill_coordinator(directory: JobDir) -> None:

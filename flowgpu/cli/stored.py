@@ -271,7 +271,6 @@ def _restore_image(
     from flowgpu.render import Progress, one_line
 
     _end_lost(saved.job.id)
-    start.wait_reaped(saved.pids)
     start.check_processor(saved)
     if saved.tasks:
         start.check_address_space()

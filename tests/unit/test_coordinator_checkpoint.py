@@ -174,6 +174,17 @@ def test_several_tasks_of_one_tree_are_one_checkpoint(jobs: Jobs, tmp_path: Path
     assert lines[0::2][:20] == lines[1::2][:20] == [f"step {n + 1}" for n in range(20)]
 
 
+def test_a_job_that_is_still_to_come_is_killed(jobs: Jobs, tmp_path: Path) -> None:
+    job = jobs.task(1)
+    job.dump(tmp_path / "image")
+    for start in range(4):
+        words = [sys.executable, "-c", "import time; time.sleep(1000)"]
+        coming = jobs.restore(tmp_path / "image") if start % 2 else jobs.run(words)
+        coming.ask("kill")
+        coming.process.wait(SECONDS)
+        assert not coming.record.live
+
+
 def test_blocks_freed_and_made_during_the_export_are_seen(jobs: Jobs, tmp_path: Path) -> None:
     job = jobs.task(4, task_env={"FAKE_TASK_CHURN": "1"})
     job.dump(tmp_path / "image")
