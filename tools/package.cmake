@@ -19,4 +19,5 @@ if(SKBUILD)
 endif()
 install(PROGRAMS ${CMAKE_BINARY_DIR}/bin/flowgpu-emud DESTINATION flowgpu/lib/emu)
 install(PROGRAMS ${CMAKE_BINARY_DIR}/bin/flowgpu-pages ${CMAKE_BINARY_DIR}/bin/flowgpu-fill
-        ${CMAKE_BINARY_DIR}/bin/flowgpu-together DESTINATION flowgpu/lib)
+        ${CMAKE_BINARY_DIR}/bin/flowgpu-together ${CMAKE_BINARY_DIR}/bin/flowgpu-subreaper
+        DESTINATION flowgpu/lib)

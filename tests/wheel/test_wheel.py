@@ -81,9 +81,16 @@ def test_what_the_wheel_installs_finds_its_libraries(environment: Path, tmp_path
     assert str(environment) in doctor.stdout, doctor.stdout + doctor.stderr
 
 
-def test_a_job_of_the_wheel_is_dumped_and_restored(environment: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "before",
+    [[], ["sh", "-c", '(sleep 1000 > /dev/null &); "$@"; exit $?', "sh"]],
+    ids=["program", "script"],
+)
+def test_a_job_of_the_wheel_is_dumped_and_restored(
+    before: list[str], environment: Path, tmp_path: Path
+) -> None:
     go, image, out = tmp_path / "go", tmp_path / "image", tmp_path / "out"
-    job = [environment / "bin" / "python", "-c", PROGRAM, go]
+    job = [*before, environment / "bin" / "python", "-c", PROGRAM, go]
     words = [environment / "bin" / "flowgpu", "run", "--gpu", "emulated", "--name", "wheel", "--"]
     with (
         open(out, "wb") as output,
